@@ -1,0 +1,162 @@
+"""The chunked form of the rule with a hand-written gradient, in MLX operations.
+
+Within a chunk the rank-one updates `delta` solve a triangular system (Yang, Kautz and Hatamizadeh, arXiv 2412.06464,
+section 3.3); only the state passes from chunk to chunk. With the decays of `decay.py` and layouts of `blocks.py`:
+
+    A_ij  = beta_i D_ij (k_i . k_j) for j < i       M = (I + A)^-1       P_ij = D_ij (q_i . k_j) for j <= i
+    error = V - diag(Gamma) K S_0^T                 delta = M diag(beta) error
+    Y     = P delta + diag(Gamma) Q S_0^T           S_C = Gamma_C S_0 + delta^T diag(E) K
+
+and backward, from the gradients dY and dS_C, x being the adjoint of the triangular solve:
+
+    x     = M^T (P^T dY + diag(E) K dS_C^T)
+    dS_0  = dY^T diag(Gamma) Q + Gamma_C dS_C - x^T diag(beta Gamma) K
+
+Only these products run one chunk after another. The rest is done for a whole block of chunks at once, and one block is
+finished before the next begins, so that scratch is bounded whatever T is.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from gdkernels.blocks import Block, from_states, heads, join, load, read, read_back, spans, to_states, write
+from gdkernels.decay import Decay, decays, log_decay_gradient
+from gdkernels.triangular import unit_lower_inverse
+
+
+def chunked(
+    q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array, chunk_size: int
+) -> tuple[mx.array, mx.array]:
+    """Readout y (B, T, Hv, Dv) in q's dtype, final state (B, Hv, Dv, Dk) float32; shapes as in the package docstring.
+
+    Kept for the backward: the inputs, and the state at the start of every chunk.
+    """
+    y, final, _ = _chunked_function(min(chunk_size, q.shape[1]))(q, k, v, log_decay, beta, state)
+    return y, final
+
+
+@lru_cache
+def _chunked_function(C: int):  # noqa: ANN202 (mx.custom_function has no public type)
+    @mx.custom_function
+    def rule(*primals: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        return _forward(primals, C)
+
+    @rule.vjp
+    def backward(primals, cotangents, outputs):  # noqa: ANN001, ANN202
+        return _backward(primals, cotangents[0], cotangents[1], outputs[2], C)
+
+    return rule
+
+
+def _forward(primals: tuple[mx.array, ...], C: int) -> tuple[mx.array, mx.array, mx.array]:
+    *tokens, state = primals
+    q, v = tokens[0], tokens[2]
+    S = to_states(state, q.shape[2])
+    ys, starts = [], []
+    for first, last in spans(q, v, C):
+        y, S0, S = _block_forward(load(tokens, first, last, C), S)
+        ys.append(join(y, last - first).astype(q.dtype))
+        starts.append(S0)
+        # The next block waits for this one: otherwise the scratch of all blocks is alive at once.
+        S, *tokens = mx.depends([S, *tokens], [ys[-1], S0])
+    return mx.concatenate(ys, axis=1).reshape(v.shape), from_states(S), mx.concatenate(starts)
+
+
+def _backward(
+    primals: tuple[mx.array, ...], dy: mx.array, d_final: mx.array, starts: mx.array, C: int
+) -> tuple[mx.array, ...]:
+    # As in the forward; and nothing may start before the cotangents are there, or MLX keeps all that it recomputes.
+    tokens = mx.depends([*primals[:5], dy], [dy, d_final])
+    dS = to_states(d_final, primals[0].shape[2])
+    parts = []
+    for first, last in reversed(list(spans(primals[0], primals[2], C))):
+        block = load(tokens, first, last, C)
+        grads, dS = _block_backward(block, starts[first // C : -(-last // C)], dS)
+        grads = [join(g, last - first).astype(x.dtype) for g, x in zip(grads, primals[:5], strict=True)]
+        dS, *tokens = mx.depends([dS, *tokens], grads)
+        parts.append(grads)
+    parts.reverse()
+    joined = [mx.concatenate(p, axis=1).reshape(x.shape) for p, x in zip(zip(*parts, strict=True), primals[:5], strict=True)]
+    return (*joined, from_states(dS))
+
+
+class _Intra(NamedTuple):
+    """What the tokens of a chunk do to each other."""
+
+    decay: Decay
+    kk: mx.array  # k_i . k_j and q_i . k_j: (n, B, Hk, 1, C, C)
+    qk: mx.array
+    P: mx.array  # (n, B, Hk, G, C, C)
+    M: mx.array
+
+
+def _intra(block: Block) -> _Intra:
+    k_transposed = block.k.swapaxes(-1, -2)
+    kk = (block.k @ k_transposed)[:, :, :, None]
+    qk = (block.q @ k_transposed)[:, :, :, None]
+    decay = decays(block.log_decay)
+    A = mx.tril(decay.between * kk * block.beta.swapaxes(-1, -2)[..., None], -1)
+    return _Intra(decay, kk, qk, decay.between * qk, unit_lower_inverse(A))
+
+
+def _block_forward(block: Block, S: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """y (wide), the state at the start of each chunk, and the state after the block."""
+    decay, _, _, P, M = _intra(block)
+    starts, deltas = [], []
+    for i in range(len(block.k)):
+        starts.append(S)
+        error = block.v[i] - decay.from_start[i][..., None] * read(block.k[i], S)
+        deltas.append(M[i] @ heads(block.beta[i][..., None] * error))
+        S = _decayed(S, decay.whole[i]) + write(block.k[i], decay.to_end[i][..., None] * heads(deltas[-1]))
+    S0 = mx.stack(starts)
+    y = heads(P @ mx.stack(deltas)) + decay.from_start[..., None] * read(block.q, S0)
+    return y, S0, S
+
+
+def _block_backward(block: Block, S0: mx.array, dS: mx.array) -> tuple[tuple[mx.array, ...], mx.array]:
+    """Gradients of q, k (keys), v, log_decay, beta (wide), and of the state before the block, given that after it."""
+    q, k, v, _, beta, dy = block
+    decay, kk, qk, P, M = _intra(block)
+    gamma, to_end = decay.from_start, decay.to_end
+    k_S0 = read(k, S0)
+    error = v - gamma[..., None] * k_S0
+    delta = M @ heads(beta[..., None] * error)
+    d_delta = P.swapaxes(-1, -2) @ heads(dy)
+    gamma_dy = gamma[..., None] * dy
+    beta_gamma = (beta * gamma)[..., None]
+
+    ends, xs, k_ends = [], [], []
+    for i in reversed(range(len(k))):
+        ends.append(dS)
+        k_ends.append(read(k[i], dS))
+        xs.append(M[i].swapaxes(-1, -2) @ (d_delta[i] + heads(to_end[i][..., None] * k_ends[-1])))
+        dS = _decayed(dS, decay.whole[i]) + write(q[i], gamma_dy[i]) - write(k[i], beta_gamma[i] * heads(xs[-1]))
+    dS_C, k_dS_C, x = (mx.stack(parts[::-1]) for parts in (ends, k_ends, xs))
+
+    dP_D = (heads(dy) @ delta.swapaxes(-1, -2)) * decay.between
+    dA_D = mx.tril(-(x @ delta.swapaxes(-1, -2)) * decay.between, -1)
+    x, delta = heads(x), heads(delta)
+    beta_rows = beta.swapaxes(-1, -2)[..., None]
+    through_P, through_A = dP_D.sum(axis=3), (beta_rows * dA_D).sum(axis=3)
+    dq = through_P @ k + read_back(gamma_dy, S0)
+    dk = (
+        through_P.swapaxes(-1, -2) @ q
+        + (through_A + through_A.swapaxes(-1, -2)) @ k
+        + read_back(to_end[..., None] * delta, dS_C)
+        - read_back(beta_gamma * x, S0)
+    )
+    dA_D_kk = dA_D * kk
+    dbeta = (x * error).sum(axis=-1) + dA_D_kk.sum(axis=-1).swapaxes(-1, -2)
+    d_log_decay = log_decay_gradient(
+        dP_D * qk + beta_rows * dA_D_kk,
+        (gamma_dy * read(q, S0) - beta_gamma * x * k_S0).sum(axis=-1),
+        to_end * (delta * k_dS_C).sum(axis=-1),
+        decay.whole * (S0 * dS_C).sum(axis=(-3, -1)),
+    )
+    return (dq, dk, beta[..., None] * x, d_log_decay, dbeta), dS
+
+
+def _decayed(S: mx.array, whole: mx.array) -> mx.array:
+    return whole[..., None, :, None] * S

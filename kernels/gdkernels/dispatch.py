@@ -1,0 +1,130 @@
+"""Choose a backend once, with the reason as text, and run it on checked inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from gdkernels.chunked import chunked
+from gdkernels.contract import check_rule, check_update
+from gdkernels.gates import gates
+from gdkernels.reference import reference
+from gdkernels.replay import replay
+
+Rule = Callable[..., tuple[mx.array, mx.array]]
+
+# Every backend gives all gradients; none is forward-only.
+BACKENDS: dict[str, Rule] = {"chunked": chunked, "replay": replay, "reference": reference}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that will run, and why."""
+
+    backend: str
+    reason: str
+
+
+def explain(
+    B: int, T: int, Hk: int, Hv: int, Dk: int, Dv: int, dtype: mx.Dtype = mx.float32, backend: str = "auto"
+) -> Choice:
+    """Which backend a call with these sizes takes, and why.
+
+    Args:
+        B, T, Hk, Hv, Dk, Dv: sizes as in the package docstring; dtype: of q, k and v.
+        backend: "auto", or the name of one in BACKENDS.
+
+    Raises:
+        ValueError: the backend does not exist here, or Hv is not a multiple of Hk.
+    """
+    if Hv % Hk:
+        raise ValueError(f"value heads must be a multiple of key heads: Hv = {Hv}, Hk = {Hk}")
+    if backend == "auto":
+        return Choice("chunked", f"{_device()}; chunk-parallel with exact gradients for any shape")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not available here; available: auto, {', '.join(BACKENDS)}")
+    return Choice(backend, "asked for")
+
+
+def gated_delta_rule(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    segments: mx.array | None = None,
+    *,
+    backend: str = "auto",
+    chunk_size: int = 64,
+) -> tuple[mx.array, mx.array]:
+    """The gated delta rule with gradients for q, k, v, log_decay, beta and state.
+
+    Args: shapes and dtypes as in the package docstring. The initial state belongs to the document of token 0.
+
+    Returns:
+        y (B, T, Hv, Dv) in q's dtype, final state (B, Hv, Dv, Dk) float32.
+
+    Raises:
+        ValueError: a wrong shape or dtype, or a backend that cannot run.
+    """
+    check_rule(q, k, v, log_decay, beta, state, segments, chunk_size)
+    B, T, Hk, Dk = q.shape
+    Hv, Dv = v.shape[2:]
+    choice = explain(B, T, Hk, Hv, Dk, Dv, q.dtype, backend)
+    if segments is not None:
+        log_decay = _empty_state_at_boundaries(log_decay, segments)
+    if state is None:
+        state = mx.zeros((B, Hv, Dv, Dk), mx.float32)
+    return BACKENDS[choice.backend](q, k, v, log_decay, beta, state, chunk_size)
+
+
+def gated_delta_update(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    backend: str = "auto",
+    segments: mx.array | None = None,
+    chunk_size: int = 64,
+) -> tuple[mx.array, mx.array]:
+    """The rule from a layer's raw gates, with gradients for all eight inputs; the gates are computed in float32.
+
+    Args:
+        q, k, v, state, segments: as for `gated_delta_rule`.
+        a, b: (B, T, Hv), A_log, dt_bias: (Hv,): as for `gates`.
+        mask: (B, T) bool; at False the state stays as it is, y is zero and no gradient flows.
+
+    Returns, Raises: as for `gated_delta_rule`.
+    """
+    check_update(q, v, a, b, A_log, dt_bias, mask)
+    log_decay, beta = gates(a, b, A_log, dt_bias)
+    if mask is not None:
+        log_decay = mx.where(mask[..., None], log_decay, 0.0)
+        beta = mx.where(mask[..., None], beta, 0.0)
+    y, state = gated_delta_rule(
+        q, k, v, log_decay, beta, state, segments, backend=backend, chunk_size=chunk_size
+    )
+    if mask is not None:
+        y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
+    return y, state
+
+
+def _empty_state_at_boundaries(log_decay: mx.array, segments: mx.array) -> mx.array:
+    """A document's first token has g = 0 exactly: all that came before is multiplied by an exact zero, in every backend,
+    forward and backward, because decays are sums of log_decay over the tokens between (see `chunked`)."""
+    starts = segments[:, 1:] != segments[:, :-1]
+    starts = mx.pad(starts, [(0, 0), (1, 0)])
+    return mx.where(starts[..., None], -mx.inf, log_decay)
+
+
+def _device() -> str:
+    if mx.default_device() == mx.cpu:
+        return "CPU device"
+    return "Metal device" if mx.metal.is_available() else "CUDA device"
