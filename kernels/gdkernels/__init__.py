@@ -13,7 +13,7 @@ Notation, used in every file of this package (Yang, Kautz and Hatamizadeh, "Gate
     log_decay       (B, T, Hv)         float32, never positive; g = exp(log_decay); -inf empties the state
     beta            (B, T, Hv)         float32, in [0, 1]
     state           (B, Hv, Dv, Dk)    float32; None means zeros
-    segments        (B, T)             int32, document number of each token; a change empties the state before that token
+    segments        (B, T)             int32, document of each token; a change empties the state before it
     y               (B, T, Hv, Dv)     dtype of q
 
     S_t = g_t S_(t-1) + beta_t (v_t - g_t S_(t-1) k_t) k_t^T        y_t = S_t q_t

@@ -19,21 +19,20 @@ _BLOCK_BYTES = 128 * 2**20
 
 
 class Block(NamedTuple):
-    """n consecutive chunks: q and k as keys; v, dy, log_decay and beta wide."""
+    """n consecutive chunks: q and k as keys; v, log_decay and beta wide."""
 
     q: mx.array
     k: mx.array
     v: mx.array
     log_decay: mx.array
     beta: mx.array
-    dy: mx.array | None = None
 
 
 def spans(q: mx.array, v: mx.array, C: int) -> Iterator[tuple[int, int]]:
     """First and last (exclusive) token of every block: as many chunks as fit into the scratch."""
     B, T, Hk, Dk = q.shape
     Hv, Dv = v.shape[2:]
-    # Measured live floats per chunk and value head: about 8 (C, C) matrices, 12 of (C, Dv), 3 states; per key head q, k.
+    # Floats alive per chunk of the backward. Measured: 0.88 to 1.03 of it (5 shapes, C 32 and 64, CPU, MLX 0.32.4).
     floats = B * (Hv * (8 * C * C + 12 * C * Dv + 3 * Dk * Dv) + 6 * Hk * C * Dk)
     tokens = C * max(1, _BLOCK_BYTES // (4 * floats))
     for first in range(0, T, tokens):
@@ -41,10 +40,22 @@ def spans(q: mx.array, v: mx.array, C: int) -> Iterator[tuple[int, int]]:
 
 
 def load(tokens: list[mx.array], first: int, last: int, C: int) -> Block:
-    """Tokens [first, last) of q, k, v, log_decay, beta and perhaps dy, (B, T, H, ...) each."""
-    Hk = tokens[0].shape[2]
-    q, k, v, *rest = (_cut(x[:, first:last], C, Hk) for x in tokens)
-    return Block(q.squeeze(4), k.squeeze(4), v, *rest)
+    """Tokens [first, last) of q, k, v, log_decay and beta, (B, T, H, ...) each."""
+    q, k, *wide = (cut(x, first, last, C, tokens[0].shape[2]) for x in tokens)
+    return Block(q.squeeze(4), k.squeeze(4), *wide)
+
+
+def cut(x: mx.array, first: int, last: int, C: int, Hk: int) -> mx.array:
+    """Tokens [first, last) of x (B, T, H, ...) in chunks, as (n, B, Hk, C, H // Hk, ...) float32.
+
+    The last chunk is filled with tokens of beta = 0 and log_decay = 0, which do nothing.
+    """
+    x = x[:, first:last]
+    B, length, H = x.shape[:3]
+    if length % C:
+        x = mx.pad(x, [(0, 0), (0, C - length % C), *[(0, 0)] * (x.ndim - 2)])
+    x = x.astype(mx.float32).reshape(B, -1, C, Hk, H // Hk, *x.shape[3:])
+    return x.moveaxis(1, 0).swapaxes(2, 3)
 
 
 def join(x: mx.array, length: int) -> mx.array:
@@ -84,12 +95,3 @@ def from_states(states: mx.array) -> mx.array:
     """(B, Hk, Dk, G, Dv) as (B, Hv, Dv, Dk)."""
     B, Hk, Dk, G, Dv = states.shape
     return states.moveaxis(2, -1).reshape(B, Hk * G, Dv, Dk)
-
-
-def _cut(x: mx.array, C: int, Hk: int) -> mx.array:
-    """(B, t, H, ...) as (n, B, Hk, C, H // Hk, ...). Padding tokens have beta = 0 and log_decay = 0: they do nothing."""
-    B, t, H = x.shape[:3]
-    if t % C:
-        x = mx.pad(x, [(0, 0), (0, C - t % C), *[(0, 0)] * (x.ndim - 2)])
-    x = x.astype(mx.float32).reshape(B, -1, C, Hk, H // Hk, *x.shape[3:])
-    return x.moveaxis(1, 0).swapaxes(2, 3)

@@ -16,12 +16,13 @@ Only these products run one chunk after another. The rest is done for a whole bl
 finished before the next begins, so that scratch is bounded whatever T is.
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from gdkernels.blocks import Block, from_states, heads, join, load, read, read_back, spans, to_states, write
+from gdkernels.blocks import Block, cut, from_states, heads, join, load, read, read_back, spans, to_states, write
+from gdkernels.custom import join_spans, with_gradient
 from gdkernels.decay import Decay, decays, log_decay_gradient
 from gdkernels.triangular import unit_lower_inverse
 
@@ -33,24 +34,11 @@ def chunked(
 
     Kept for the backward: the inputs, and the state at the start of every chunk.
     """
-    y, final, _ = _chunked_function(min(chunk_size, q.shape[1]))(q, k, v, log_decay, beta, state)
+    y, final, _ = with_gradient(_forward, _backward, min(chunk_size, q.shape[1]))(q, k, v, log_decay, beta, state)
     return y, final
 
 
-@lru_cache
-def _chunked_function(C: int):  # noqa: ANN202 (mx.custom_function has no public type)
-    @mx.custom_function
-    def rule(*primals: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        return _forward(primals, C)
-
-    @rule.vjp
-    def backward(primals, cotangents, outputs):  # noqa: ANN001, ANN202
-        return _backward(primals, cotangents[0], cotangents[1], outputs[2], C)
-
-    return rule
-
-
-def _forward(primals: tuple[mx.array, ...], C: int) -> tuple[mx.array, mx.array, mx.array]:
+def _forward(primals: Sequence[mx.array], C: int) -> tuple[mx.array, mx.array, mx.array]:
     *tokens, state = primals
     q, v = tokens[0], tokens[2]
     S = to_states(state, q.shape[2])
@@ -65,21 +53,21 @@ def _forward(primals: tuple[mx.array, ...], C: int) -> tuple[mx.array, mx.array,
 
 
 def _backward(
-    primals: tuple[mx.array, ...], dy: mx.array, d_final: mx.array, starts: mx.array, C: int
+    primals: Sequence[mx.array], dy: mx.array, d_final: mx.array, starts: mx.array, C: int
 ) -> tuple[mx.array, ...]:
     # As in the forward; and nothing may start before the cotangents are there, or MLX keeps all that it recomputes.
-    tokens = mx.depends([*primals[:5], dy], [dy, d_final])
-    dS = to_states(d_final, primals[0].shape[2])
+    Hk = primals[0].shape[2]
+    dy, *tokens = mx.depends([dy, *primals[:5]], [dy, d_final])
+    dS = to_states(d_final, Hk)
     parts = []
     for first, last in reversed(list(spans(primals[0], primals[2], C))):
         block = load(tokens, first, last, C)
-        grads, dS = _block_backward(block, starts[first // C : -(-last // C)], dS)
-        grads = [join(g, last - first).astype(x.dtype) for g, x in zip(grads, primals[:5], strict=True)]
-        dS, *tokens = mx.depends([dS, *tokens], grads)
+        wide, dS = _block_backward(block, cut(dy, first, last, C, Hk), starts[first // C : -(-last // C)], dS)
+        grads = [join(g, last - first).astype(x.dtype) for g, x in zip(wide, tokens, strict=True)]
+        dS, dy, *tokens = mx.depends([dS, dy, *tokens], grads)
         parts.append(grads)
     parts.reverse()
-    joined = [mx.concatenate(p, axis=1).reshape(x.shape) for p, x in zip(zip(*parts, strict=True), primals[:5], strict=True)]
-    return (*joined, from_states(dS))
+    return (*join_spans(parts, tokens), from_states(dS))
 
 
 class _Intra(NamedTuple):
@@ -115,9 +103,9 @@ def _block_forward(block: Block, S: mx.array) -> tuple[mx.array, mx.array, mx.ar
     return y, S0, S
 
 
-def _block_backward(block: Block, S0: mx.array, dS: mx.array) -> tuple[tuple[mx.array, ...], mx.array]:
+def _block_backward(block: Block, dy: mx.array, S0: mx.array, dS: mx.array) -> tuple[tuple[mx.array, ...], mx.array]:
     """Gradients of q, k (keys), v, log_decay, beta (wide), and of the state before the block, given that after it."""
-    q, k, v, _, beta, dy = block
+    q, k, v, _, beta = block
     decay, kk, qk, P, M = _intra(block)
     gamma, to_end = decay.from_start, decay.to_end
     k_S0 = read(k, S0)

@@ -16,6 +16,21 @@ def check_rule(
     chunk_size: int,
 ) -> None:
     """Raise ValueError with the offending and the accepted shape or dtype. Shapes as in the package docstring."""
+    check_heads(q, k, v)
+    B, T, _, Dk = q.shape
+    Hv, Dv = v.shape[2:]
+    _check("log_decay", log_decay, (B, T, Hv), mx.float32)
+    _check("beta", beta, (B, T, Hv), mx.float32)
+    if state is not None:
+        _check("state", state, (B, Hv, Dv, Dk), mx.float32)
+    if segments is not None:
+        _check("segments", segments, (B, T), mx.int32)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+
+
+def check_heads(q: mx.array, k: mx.array, v: mx.array) -> None:
+    """As `check_rule`, for q, k and v alone."""
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q {q.shape} must be (B, T, Hk, Dk) and v {v.shape} must be (B, T, Hv, Dv)")
     B, T, Hk, Dk = q.shape
@@ -28,18 +43,11 @@ def check_rule(
         raise ValueError(f"q must be float32, bfloat16 or float16, not {q.dtype}")
     _check("k", k, (B, T, Hk, Dk), q.dtype)
     _check("v", v, (B, T, Hv, Dv), q.dtype)
-    _check("log_decay", log_decay, (B, T, Hv), mx.float32)
-    _check("beta", beta, (B, T, Hv), mx.float32)
-    if state is not None:
-        _check("state", state, (B, Hv, Dv, Dk), mx.float32)
-    if segments is not None:
-        _check("segments", segments, (B, T), mx.int32)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
 
 
 def check_update(
     q: mx.array,
+    k: mx.array,
     v: mx.array,
     a: mx.array,
     b: mx.array,
@@ -48,8 +56,7 @@ def check_update(
     mask: mx.array | None,
 ) -> None:
     """As `check_rule`, for the inputs that only the layer-level entry point has. Gates may have any floating dtype."""
-    if v.ndim != 4 or q.ndim != 4:
-        raise ValueError(f"q {q.shape} must be (B, T, Hk, Dk) and v {v.shape} must be (B, T, Hv, Dv)")
+    check_heads(q, k, v)
     B, T, Hv = v.shape[:3]
     for name, x, shape in (
         ("a", a, (B, T, Hv)),

@@ -103,22 +103,20 @@ def gated_delta_update(
 
     Returns, Raises: as for `gated_delta_rule`.
     """
-    check_update(q, v, a, b, A_log, dt_bias, mask)
+    check_update(q, k, v, a, b, A_log, dt_bias, mask)
     log_decay, beta = gates(a, b, A_log, dt_bias)
     if mask is not None:
         log_decay = mx.where(mask[..., None], log_decay, 0.0)
         beta = mx.where(mask[..., None], beta, 0.0)
-    y, state = gated_delta_rule(
-        q, k, v, log_decay, beta, state, segments, backend=backend, chunk_size=chunk_size
-    )
+    y, state = gated_delta_rule(q, k, v, log_decay, beta, state, segments, backend=backend, chunk_size=chunk_size)
     if mask is not None:
         y = mx.where(mask[..., None, None], y, mx.zeros((), y.dtype))
     return y, state
 
 
 def _empty_state_at_boundaries(log_decay: mx.array, segments: mx.array) -> mx.array:
-    """A document's first token has g = 0 exactly: all that came before is multiplied by an exact zero, in every backend,
-    forward and backward, because decays are sums of log_decay over the tokens between (see `chunked`)."""
+    """g = 0 exactly at a document's first token: every backend multiplies all that came before by an exact zero,
+    forward and backward, because each decay is the exponential of its own sum of log_decay (see decay.py)."""
     starts = segments[:, 1:] != segments[:, :-1]
     starts = mx.pad(starts, [(0, 0), (1, 0)])
     return mx.where(starts[..., None], -mx.inf, log_decay)

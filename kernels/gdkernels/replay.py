@@ -6,41 +6,33 @@ stacked: a scatter-add into a preallocated array reads its update with a wrong b
 every batch row but the first wrong.
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
 
 import mlx.core as mx
 
+from gdkernels.custom import join_spans, with_gradient
 from gdkernels.reference import load_token, matvec, step
 
 
 def replay(
     q: mx.array, k: mx.array, v: mx.array, log_decay: mx.array, beta: mx.array, state: mx.array, chunk_size: int
 ) -> tuple[mx.array, mx.array]:
-    """Readout y (B, T, Hv, Dv) in q's dtype and final state (B, Hv, Dv, Dk) float32; shapes as in the package docstring."""
-    y, final, _ = _replay_function(chunk_size)(q, k, v, log_decay, beta, state)
+    """Readout y (B, T, Hv, Dv) in q's dtype, final state (B, Hv, Dv, Dk) float32; shapes as in the package docstring.
+
+    Kept for the backward: the inputs, and the state at the start of every chunk.
+    """
+    y, final, _ = with_gradient(_forward, _backward, chunk_size)(q, k, v, log_decay, beta, state)
     return y, final
 
 
-@lru_cache
-def _replay_function(chunk_size: int):  # noqa: ANN202 (mx.custom_function has no public type)
-    @mx.custom_function
-    def rule(*primals: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        return _forward(primals, chunk_size)
-
-    @rule.vjp
-    def backward(primals, cotangents, outputs):  # noqa: ANN001, ANN202
-        return _backward(primals, cotangents[0], cotangents[1], outputs[2], chunk_size)
-
-    return rule
-
-
-def _forward(primals: tuple[mx.array, ...], chunk_size: int) -> tuple[mx.array, mx.array, mx.array]:
+def _forward(primals: Sequence[mx.array], chunk_size: int) -> tuple[mx.array, mx.array, mx.array]:
     *tokens, state = primals
     q, v = tokens[0], tokens[2]
     B, T, Hk, Dk = q.shape
     Hv, Dv = v.shape[2:]
     S = state.reshape(B, Hk, Hv // Hk, Dv, Dk)
-    starts, ys = [], []
+    starts: list[mx.array] = []
+    ys: list[mx.array] = []
     for t in range(T):
         if t % chunk_size == 0:
             # Readouts first: otherwise MLX runs ahead with the states and keeps them all for the readouts.
@@ -52,7 +44,7 @@ def _forward(primals: tuple[mx.array, ...], chunk_size: int) -> tuple[mx.array, 
 
 
 def _backward(
-    primals: tuple[mx.array, ...], dy: mx.array, d_final: mx.array, starts: mx.array, chunk_size: int
+    primals: Sequence[mx.array], dy: mx.array, d_final: mx.array, starts: mx.array, chunk_size: int
 ) -> tuple[mx.array, ...]:
     # Without the two dependencies MLX would replay every chunk before it finishes the first: memory as of the loop.
     *tokens, state = mx.depends(list(primals), [dy, d_final])
@@ -65,8 +57,7 @@ def _backward(
         dS, *tokens = mx.depends([dS, *tokens], grads)
         chunks.append(grads)
     chunks.reverse()
-    joined = (mx.concatenate(parts, axis=1).reshape(x.shape) for parts, x in zip(zip(*chunks, strict=True), tokens, strict=True))
-    return (*joined, dS.reshape(state.shape))
+    return (*join_spans(chunks, tokens), dS.reshape(state.shape))
 
 
 def _chunk_backward(chunk: list[mx.array], S: mx.array, dS: mx.array, Hk: int) -> tuple[mx.array, ...]:
@@ -84,7 +75,7 @@ def _chunk_backward(chunk: list[mx.array], S: mx.array, dS: mx.array, Hk: int) -
         *grad, dS = _step_backward(states[-1], after, dS, *steps.pop())
         grads.append([g.astype(dtype) for g, dtype in zip(grad, dtypes, strict=True)])
     grads.reverse()
-    return (*(mx.stack(parts, axis=1) for parts in zip(*grads, strict=True)), dS)
+    return (*(mx.stack(list(parts), axis=1) for parts in zip(*grads, strict=True)), dS)
 
 
 def _step_backward(

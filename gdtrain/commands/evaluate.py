@@ -1,0 +1,77 @@
+"""gdtrain eval: the loss of a run, or of the model of a config, on one split."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import mlx.core as mx
+from rich.console import Console
+
+from gdtrain.config import RunConfig
+from gdtrain.config_file import load_config
+from gdtrain.errors import UserError
+from gdtrain.evaluation import evaluate
+from gdtrain.model.lora import load_adapter
+from gdtrain.session import open_data, open_session
+from gdtrain.training.memory import set_limits
+from gdtrain.training.run_directory import CONFIG_FILE, find_adapter
+
+_SPLITS = ("valid", "test", "train")
+
+
+def run_evaluate(
+    target: Path, *, checkpoint: str, split: str, no_adapter: bool, json_file: Path | None, overrides: list[str]
+) -> None:
+    """Evaluate and print; raises UserError, which is for cli.py."""
+    console = Console(highlight=False)
+    if split not in _SPLITS:
+        raise UserError(f"--split: {split!r}; accepted: {', '.join(_SPLITS)}")
+    config, run = _open(target, overrides)
+    adapter = None if no_adapter else find_adapter(run, checkpoint)
+    notes = set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
+    data = open_data(config, [split], notes.append)
+    session = open_session(config, data)
+    if adapter is not None:
+        load_adapter(session.model, adapter)
+    result = evaluate(
+        session.model,
+        data.samples[split],
+        batch_size=config.batch_size,
+        max_seq_length=config.max_seq_length,
+        batches=config.val_batches if split == "valid" else -1,
+        cache_threshold=config.clear_cache_threshold,
+    )
+    figures = {
+        "split": split,
+        "adapter": None if adapter is None else str(adapter),
+        "kernel": session.swapped.choice.backend,
+        **asdict(result),
+        "perplexity": result.perplexity,
+        "peak_memory_gb": mx.get_peak_memory() / 1e9,
+    }
+    for note in notes:
+        console.print(note, markup=False, soft_wrap=True)
+    for name, value in figures.items():
+        shown = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        console.print(f"{name.replace('_', ' '):>18}  {shown}", markup=False, soft_wrap=True)
+    if json_file is not None:
+        _write(json_file, figures)
+
+
+def _open(target: Path, overrides: list[str]) -> tuple[RunConfig, Path]:
+    """The config, and the run directory that holds its adapter."""
+    if not target.exists():
+        raise UserError(f"{target} does not exist; accepted: a run directory or a YAML config")
+    if not target.is_dir():
+        config = load_config(target, overrides)
+        return config, Path(config.adapter_path)
+    if not (target / CONFIG_FILE).is_file():
+        raise UserError(f"{target} is no run directory: it has no {CONFIG_FILE}")
+    return load_config(target / CONFIG_FILE, overrides), target
+
+
+def _write(file: Path, figures: dict[str, object]) -> None:
+    try:
+        file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json: {file} cannot be written: {error.strerror}") from error

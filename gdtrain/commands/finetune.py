@@ -1,0 +1,65 @@
+"""gdtrain finetune: from a config to a run directory. Faults are found in the order of their cost: in the config, the
+data, the model; only then is anything written."""
+
+from pathlib import Path
+
+from gdtrain.config_file import dump_yaml, load_config
+from gdtrain.data.batches import epoch_batches, padding_share
+from gdtrain.errors import UserError
+from gdtrain.evaluation import evaluate
+from gdtrain.reporting.console import RunConsole
+from gdtrain.reporting.header import describe, header_lines
+from gdtrain.session import Session, adapt_as, open_data, open_session
+from gdtrain.training.loop import count_iterations, train
+from gdtrain.training.memory import set_limits
+from gdtrain.training.run_directory import prepare_run_directory
+from gdtrain.training.step import compile_policy
+
+
+def run_finetune(config_file: Path, overrides: list[str]) -> None:
+    """Train; raises UserError, TrainingStopped or KeyboardInterrupt, which are for cli.py."""
+    console = RunConsole()
+    config = load_config(config_file, overrides)
+    if not config.train:
+        raise UserError("train: false leaves nothing to do here; for a loss, use gdtrain eval")
+    console.line("# resolved config\n" + dump_yaml(config))
+    for note in set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb):
+        console.line(f"note: {note}")
+
+    data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
+    rows = data.samples["train"]
+    iterations = count_iterations(config, rows)
+    batches = epoch_batches(rows, config.batch_size, seed=config.seed, epoch=0)
+    console.line(f"padding: {100 * padding_share(rows, batches):.1f} % of the positions of an epoch")
+    if not data.samples["valid"]:
+        console.line("warning: there are no validation rows; training goes on without a validation loss")
+
+    session = open_session(config, data)
+    adaptation = adapt_as(config, session.model)
+    policy = compile_policy(config.compile)
+    header = describe(session, adaptation, policy) | {"iterations": iterations}
+    console.line("")
+    for line in header_lines(header):
+        console.line(line)
+    console.targets(adaptation.targets)
+    console.line("")
+
+    folder = Path(config.adapter_path)
+    if moved := prepare_run_directory(folder):
+        console.line(f"{folder} held an earlier run; it is now {moved}")
+    train(session, adaptation, policy, header, console)
+    console.line(f"saved: {folder}")
+    if config.test:
+        _test(session, console)
+
+
+def _test(session: Session, console: RunConsole) -> None:
+    config = session.config
+    result = evaluate(
+        session.model,
+        session.data.samples["test"],
+        batch_size=config.batch_size,
+        max_seq_length=config.max_seq_length,
+        batches=config.test_batches,
+    )
+    console.line(f"test loss {result.loss:.3f}, perplexity {result.perplexity:.2f}, {result.rows:,} rows")

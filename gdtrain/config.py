@@ -1,0 +1,383 @@
+"""The schema of a run: every key, its type, its limits, its default. Files are read by config_file.py."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+# Keys whose feature does not exist yet: any value but the default is refused, with this reason.
+_RENAME = "fields of a local file are not renamed yet; rename them in the data, or load it with hf_dataset"
+NOT_YET: dict[str, str] = {
+    "packing": "documents in a row would leak into each other",
+    "report_to": "there is no client for tracking services; metrics.jsonl in adapter_path has every number",
+    "prompt_feature": _RENAME,
+    "completion_feature": _RENAME,
+    "chat_feature": _RENAME,
+    "text_feature": _RENAME,
+}
+
+# Arguments of the schedules in mlx.optimizers, in order; those after the first `required` may be left out.
+SCHEDULES: dict[str, tuple[tuple[str, ...], int]] = {
+    "cosine_decay": (("init", "decay_steps", "end"), 2),
+    "exponential_decay": (("init", "decay_rate"), 2),
+    "linear_schedule": (("init", "end", "steps"), 3),
+    "step_decay": (("init", "decay_rate", "step_size"), 3),
+}
+
+
+class Contradiction(NamedTuple):
+    """Values that are each fine but not together. The first key is the one to point at."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+class Contradictions(ValueError):
+    """All contradictions of one section, so that they are reported together."""
+
+    def __init__(self, found: list[Contradiction]) -> None:
+        super().__init__("\n".join(f"{item.keys[0]}: {item.message}" for item in found))
+        self.found = found
+
+
+def show(value: object) -> str:
+    """`value` as a user would write it in YAML, shortened."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _number(value: object) -> float | int:
+    """Accept 3, 1e-5 and their quoted forms; never a boolean, never infinity."""
+    if isinstance(value, str):
+        try:
+            value = float(value) if re.search(r"[.eEn]", value) else int(value)
+        except ValueError:
+            raise ValueError(f"must be a number, not {show(value)}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a number, not {show(value)}")
+    if (isinstance(value, float) and not math.isfinite(value)) or abs(value) > 1e300:
+        raise ValueError(f"must be a finite number, not {show(value)}")
+    return value
+
+
+def _whole_number(value: object) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise ValueError(f"must be a whole number, not {show(value)}")
+    return int(number)
+
+
+def _all_or_some(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError(f"must be -1 (all) or at least 1, not {value}")
+    return value
+
+
+def _size(value: object) -> int:
+    """Bytes from 2000000000, '2GB' or '2G', as mlx-lm reads them (decimal units)."""
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB?|GB?)", value.strip(), re.IGNORECASE) if isinstance(value, str) else None
+    )
+    if match:
+        return int(float(match[1]) * {"M": 10**6, "G": 10**9}[match[2][0].upper()])
+    try:
+        return _whole_number(value)
+    except ValueError:
+        raise ValueError(f"must be a number of bytes or a size such as 500MB or 2GB, not {show(value)}") from None
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0)]
+NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole_number), Field(ge=1)]
+CountOrAll = Annotated[int, BeforeValidator(_whole_number), AfterValidator(_all_or_some)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A mapping of the file: unknown keys are refused, null means "not set", nothing is coerced silently."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_set(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in cls.model_fields}
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Section:
+        if found := list(self.contradictions()):
+            raise Contradictions(found)
+        return self
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Rules over several keys; each section adds its own."""
+        return iter(())
+
+    def was_set(self, key: str) -> bool:
+        """Whether `key` (`iters`, `lora_parameters.rank`) was given, rather than left at its default."""
+        name, _, rest = key.partition(".")
+        return name in self.model_fields_set and (not rest or getattr(self, name).was_set(rest))
+
+
+class LoraParameters(Section):
+    rank: Count = Field(default=8, description="Rank of the two LoRA matrices.")
+    scale: Positive = Field(default=20.0, description="Factor on the LoRA output; alpha / rank when alpha is set.")
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of the LoRA input set to zero in training, from 0 to below 1."
+    )
+    keys: Annotated[list[Text], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Names of the layers to adapt; null adapts every linear projection of attention, GDN and MLP.",
+    )
+    alpha: Positive | None = Field(default=None, description="Instead of scale: the scale is alpha / rank.")
+    rslora: bool = Field(default=False, description="With alpha: the scale is alpha / sqrt(rank).")
+
+    @property
+    def resolved_scale(self) -> float:
+        """The factor on the LoRA output, from scale or from alpha. rsLoRA: arXiv 2312.03732."""
+        if self.alpha is None:
+            return self.scale
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.alpha is not None and self.was_set("scale"):
+            yield Contradiction(("alpha", "scale"), "set together with scale; keep one of the two")
+        if self.rslora and self.alpha is None:
+            yield Contradiction(("rslora", "alpha"), "true needs alpha (the scale is alpha / sqrt(rank))")
+
+
+class LrSchedule(Section):
+    name: Literal["cosine_decay", "exponential_decay", "linear_schedule", "step_decay"] = Field(
+        description="A schedule of mlx.optimizers."
+    )
+    arguments: list[Number] = Field(
+        description="Its arguments in order, the initial learning rate first; lengths in optimizer updates."
+    )
+    warmup: Annotated[int, BeforeValidator(_whole_number), Field(ge=0)] = Field(
+        default=0, description="Optimizer updates of linear warm-up before the schedule."
+    )
+    warmup_init: NonNegative = Field(default=0.0, description="Learning rate at the start of the warm-up.")
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        names, required = SCHEDULES[self.name]
+        if not required <= len(self.arguments) <= len(names):
+            wanted = ", ".join(names[:required]) + "".join(f"[, {name}]" for name in names[required:])
+            yield Contradiction(
+                ("arguments", "name"), f"{self.name} takes [{wanted}], not {len(self.arguments)} numbers"
+            )
+        for name, value in zip(names, self.arguments, strict=False):
+            if "step" in name and value < 1:
+                yield Contradiction(("arguments", "name"), f"{name} of {self.name} must be at least 1, not {value:g}")
+            elif "step" not in name and value < 0:
+                yield Contradiction(("arguments", "name"), f"{name} of {self.name} must not be negative: {value:g}")
+
+
+_BETAS = Field(default=None, description="Decay of the running averages of the gradient and of its square.")
+_WEIGHT_DECAY = Field(default=None, description="Weight decay.")
+_MOMENTUM = Field(default=None, description="Momentum.")
+_NESTEROV = Field(default=None, description="Nesterov momentum.")
+_Pair = Annotated[list[Number], Field(min_length=2, max_length=2)]
+
+
+class AdamArguments(Section):
+    betas: _Pair | None = _BETAS
+    eps: NonNegative | None = Field(default=None, description="Added to the denominator.")
+    bias_correction: bool | None = Field(default=None, description="Correct the running averages at the start.")
+
+
+class AdamWArguments(AdamArguments):
+    weight_decay: NonNegative | None = _WEIGHT_DECAY
+
+
+class SgdArguments(Section):
+    momentum: NonNegative | None = _MOMENTUM
+    weight_decay: NonNegative | None = _WEIGHT_DECAY
+    dampening: Number | None = Field(default=None, description="Dampening of the momentum.")
+    nesterov: bool | None = _NESTEROV
+
+
+class AdafactorArguments(Section):
+    eps: _Pair | None = Field(default=None, description="Regularisers of the squared gradient and of the step.")
+    clip_threshold: Positive | None = Field(default=None, description="Largest root mean square of an update.")
+    decay_rate: Number | None = Field(default=None, description="Exponent of the decay of the second moment.")
+    beta_1: NonNegative | None = Field(default=None, description="Decay of the first moment; unset keeps none.")
+    weight_decay: NonNegative | None = _WEIGHT_DECAY
+    scale_parameter: bool | None = Field(default=None, description="Scale the learning rate by the parameter's size.")
+    relative_step: bool | None = Field(default=None, description="Learning rate from the step count.")
+    warmup_init: bool | None = Field(default=None, description="With relative_step: start lower.")
+
+
+class MuonArguments(Section):
+    momentum: NonNegative | None = _MOMENTUM
+    weight_decay: NonNegative | None = _WEIGHT_DECAY
+    nesterov: bool | None = _NESTEROV
+    ns_steps: Count | None = Field(default=None, description="Newton-Schulz iterations.")
+
+
+class OptimizerConfig(Section):
+    """Arguments of the optimizer of that name; what is not set keeps the default of mlx.optimizers."""
+
+    adam: AdamArguments = Field(default=AdamArguments(), description="Arguments of adam.")
+    adamw: AdamWArguments = Field(default=AdamWArguments(), description="Arguments of adamw.")
+    sgd: SgdArguments = Field(default=SgdArguments(), description="Arguments of sgd.")
+    adafactor: AdafactorArguments = Field(default=AdafactorArguments(), description="Arguments of adafactor.")
+    muon: MuonArguments = Field(default=MuonArguments(), description="Arguments of muon.")
+
+
+class HfDataset(Section):
+    path: Text = Field(description="Name of the dataset on the Hub, or a path that datasets.load_dataset accepts.")
+    train_split: Text = Field(default="train[:80%]", description="Split to train on.")
+    valid_split: Text = Field(default="train[-10%:]", description="Split to validate on.")
+    test_split: Text | None = Field(default=None, description="Split to test on.")
+    config: dict[str, Any] = Field(default={}, description="Further arguments of datasets.load_dataset.")
+    prompt_feature: Text = Field(default="prompt", description="Column of the prompt.")
+    completion_feature: Text = Field(default="completion", description="Column of the completion.")
+    text_feature: Text = Field(default="text", description="Column of plain text.")
+    chat_feature: Text = Field(default="messages", description="Column of the conversation.")
+
+
+class RunConfig(Section):
+    # Model and data
+    model: Text = Field(description="Folder of the model, or its name on the Hugging Face Hub.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model or tokenizer.")
+    data: Text | None = Field(
+        default=None, description="Folder with train, valid and test files, or the name of a dataset on the Hub."
+    )
+    hf_dataset: list[HfDataset] | None = Field(
+        default=None, description="Instead of data: one or several datasets of the Hub, with their columns and splits."
+    )
+    prompt_feature: Text | None = Field(default=None, description="Field of the prompt in local files.")
+    completion_feature: Text | None = Field(default=None, description="Field of the completion in local files.")
+    chat_feature: Text | None = Field(default=None, description="Field of the conversation in local files.")
+    text_feature: Text | None = Field(default=None, description="Field of plain text in local files.")
+    max_seq_length: Annotated[int, BeforeValidator(_whole_number), Field(ge=2)] = Field(
+        default=2048, description="Longest row, in tokens."
+    )
+    on_long: Literal["truncate", "drop", "error"] = Field(
+        default="truncate", description="What happens to a row longer than max_seq_length."
+    )
+    packing: bool = Field(default=False, description="Put several documents in a row, with no leak between them.")
+    mask_prompt: bool = Field(default=False, description="Leave the prompt out of the loss.")
+    supervise: Literal["all", "last"] = Field(
+        default="all", description="With mask_prompt: learn every assistant turn, or only the last."
+    )
+    enable_thinking: bool | None = Field(
+        default=None, description="Passed to the chat template; null leaves the choice to the template."
+    )
+
+    # What is trained
+    fine_tune_type: Literal["lora", "dora", "full"] = Field(
+        default="lora", description="Train LoRA or DoRA adapters, or all weights."
+    )
+    num_layers: CountOrAll = Field(default=-1, description="Blocks to adapt, counted from the last; -1 for all.")
+    lora_parameters: LoraParameters = Field(default=LoraParameters(), description="Size and places of the adapters.")
+    resume_adapter_file: Text | None = Field(
+        default=None, description="Adapter file to start from (weights only; --resume continues a whole run)."
+    )
+
+    # Training
+    train: bool = Field(default=True, description="Train; false only tests.")
+    seed: Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**32)] = Field(
+        default=0, description="Seed of data order, adapter initialisation and dropout."
+    )
+    iters: Count = Field(default=1000, description="Batches to train on.")
+    epochs: Positive | None = Field(default=None, description="Instead of iters: passes over the training rows.")
+    batch_size: Count = Field(default=4, description="Rows in a batch.")
+    grad_accumulation_steps: Count = Field(default=1, description="Batches in one optimizer update.")
+    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "muon"] = Field(
+        default="adam", description="Optimizer of mlx.optimizers."
+    )
+    optimizer_config: OptimizerConfig = Field(default=OptimizerConfig(), description="Arguments of each optimizer.")
+    learning_rate: NonNegative = Field(default=1e-5, description="Learning rate; lr_schedule takes its place if set.")
+    lr_schedule: LrSchedule | None = Field(default=None, description="Learning rate over the optimizer updates.")
+    max_grad_norm: Positive | None = Field(
+        default=None, description="Scale the gradient down to this global L2 norm; null never does."
+    )
+
+    # Evaluation, reports, files
+    val_batches: CountOrAll = Field(default=-1, description="Batches in a validation; -1 for all rows.")
+    steps_per_report: Count = Field(default=10, description="Iterations between two lines of training loss.")
+    steps_per_eval: Count = Field(default=200, description="Iterations between two validations.")
+    test: bool = Field(default=False, description="Compute the loss on the test rows after training.")
+    test_batches: CountOrAll = Field(default=500, description="Batches in that test; -1 for all rows.")
+    early_stopping_patience: Count | None = Field(
+        default=None, description="Stop after this many validations without a lower loss."
+    )
+    adapter_path: Text = Field(default="adapters", description="Run directory: adapters, checkpoints, metrics, report.")
+    save_every: Count = Field(default=100, description="Iterations between two checkpoints.")
+    keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
+    report_to: Text | None = Field(default=None, description="Tracking services (wandb, swanlab).")
+    project_name: Text | None = Field(default=None, description="Project at the tracking service.")
+
+    # Kernel and memory
+    kernel: Literal["auto", "fused", "recurrent", "chunked", "replay", "reference", "native"] = Field(
+        default="auto", description="How the gated delta rule is computed; a forced one that cannot run is an error."
+    )
+    chunk_size: Count = Field(default=64, description="Tokens in a chunk of the gated delta rule.")
+    grad_checkpoint: bool = Field(default=True, description="Recompute each block in the backward pass: less memory.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="Type of the computation; null keeps the checkpoint's."
+    )
+    compile: bool | None = Field(
+        default=None, description="Compile the training step with mx.compile; null decides per device."
+    )
+    clear_cache_threshold: Annotated[int, BeforeValidator(_size), Field(ge=0)] = Field(
+        default=0, description="Free MLX's buffer cache between steps above this size: bytes, 500MB, 2GB."
+    )
+    memory_limit_gb: Positive | None = Field(default=None, description="MLX memory limit, in GB of 1e9 bytes.")
+    cache_limit_gb: NonNegative | None = Field(
+        default=None, description="Limit of the buffer cache, in GB of 1e9 bytes."
+    )
+    wired_limit_gb: NonNegative | None = Field(default=None, description="Wired memory limit, in GB of 1e9 bytes.")
+    config: None = Field(default=None, exclude=True, description="Accepted as null: saved mlx-lm configs contain it.")
+
+    @field_validator("hf_dataset", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, dict) else value
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @property
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the chosen optimizer: those that were set."""
+        return getattr(self.optimizer_config, self.optimizer).model_dump(exclude_none=True)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for key, reason in NOT_YET.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default:
+                advice = f"{show(value)} is not available in this version ({reason}); use {key}: {show(default)}"
+                yield Contradiction((key,), advice)
+        if self.data is not None and self.hf_dataset is not None:
+            yield Contradiction(("hf_dataset", "data"), "set together with data; keep one of the two")
+        if self.data is None and self.hf_dataset is None:
+            yield Contradiction(("data", "hf_dataset"), "required: a folder or a Hub dataset (or set hf_dataset)")
+        if self.hf_dataset is not None and self.test and not all(source.test_split for source in self.hf_dataset):
+            yield Contradiction(("test", "hf_dataset"), "true needs hf_dataset.test_split")
+        if self.supervise != "all" and not self.mask_prompt:
+            yield Contradiction(("supervise", "mask_prompt"), f"{self.supervise} needs mask_prompt: true")
+        if self.project_name is not None and self.report_to is None:
+            yield Contradiction(("project_name", "report_to"), "would be ignored without report_to; remove it")
+        if self.epochs is not None:
+            if self.was_set("iters"):
+                yield Contradiction(("epochs", "iters"), "set together with iters; keep one, or set iters: null")
+            return
+        if self.grad_accumulation_steps > self.iters:
+            message = f"{self.grad_accumulation_steps} is more than iters ({self.iters}): no update would be made"
+            yield Contradiction(("grad_accumulation_steps", "iters"), message)
+        if self.lr_schedule is not None and self.lr_schedule.warmup > self.iters:
+            message = f"{self.lr_schedule.warmup} is more than iters ({self.iters}): the warm-up would never end"
+            yield Contradiction(("lr_schedule.warmup", "iters"), message)

@@ -1,0 +1,74 @@
+"""The loss of a model on samples: every supervised token counted once, whatever the batch size."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from gdtrain.arrays import scalar
+from gdtrain.data.batches import collate, eval_batches
+from gdtrain.data.conversation import Sample
+from gdtrain.errors import TrainingStopped
+from gdtrain.training.loss import supervised_positions, token_loss
+from gdtrain.training.memory import clear_cache_above
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss: mean cross-entropy per supervised token, nats. tokens_per_second: all positions, padding left out."""
+
+    loss: float
+    rows: int
+    supervised_tokens: int
+    tokens_per_second: float
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+def evaluate(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    *,
+    batch_size: int,
+    max_seq_length: int,
+    batches: int = -1,
+    cache_threshold: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Evaluate in a fixed order, shortest rows first, without dropout; the model's mode is restored afterwards.
+
+    Args:
+        batches: how many batches to take, spread evenly over the lengths; -1 for all.
+        progress: called with (batches done, batches in all).
+
+    Raises:
+        TrainingStopped: the loss is not finite.
+    """
+    was_training = model.training
+    model.eval()
+    start = time.perf_counter()
+    total, supervised, positions, rows = 0.0, 0, 0, 0
+    chosen = eval_batches(samples, batch_size, limit=None if batches == -1 else batches)
+    try:
+        for done, indices in enumerate(chosen, start=1):
+            batch = collate(samples, indices, max_tokens=max_seq_length)
+            loss = scalar(token_loss(model, batch.inputs, supervised_positions(batch)))
+            if not math.isfinite(loss):
+                places = ", ".join(samples[i].where for i in batch.rows)
+                raise TrainingStopped(f"the loss of these rows is {loss}: {places}")
+            total += loss
+            supervised += batch.supervised_tokens
+            positions += sum(len(samples[i].ids) - 1 for i in indices)
+            rows += len(indices)
+            clear_cache_above(cache_threshold)
+            if progress:
+                progress(done, len(chosen))
+    finally:
+        model.train(was_training)
+    seconds = time.perf_counter() - start
+    return Evaluation(total / supervised, rows, supervised, positions / seconds, seconds)

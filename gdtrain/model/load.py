@@ -1,0 +1,109 @@
+"""A model and its tokenizer from a folder, the Hub or the package, ready for the swap."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_model as load_weights
+from mlx_lm.utils import load_tokenizer as load_hf_tokenizer
+
+from gdtrain.arrays import flat
+from gdtrain.errors import UserError
+from gdtrain.model.tiny_path import tiny_model_path
+
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+_FILES = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "model*.safetensors"]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's folder on this machine and its config.json."""
+
+    folder: Path
+    config: dict[str, Any]
+
+
+def find_model(name: str) -> ModelFiles:
+    """Find a model and read its config.json, before any weights are read.
+
+    Args:
+        name: "tiny" (the model inside the package), a folder, or the id of a Hub repository, which is downloaded.
+
+    Raises:
+        UserError: not found, not readable, or not a model this tool trains.
+    """
+    folder = tiny_model_path() if name == "tiny" else Path(name).expanduser()
+    if not folder.exists():
+        folder = _download(name)
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise UserError(f"model: {folder} has no config.json")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"model: {config_file} is not valid JSON: {error}") from error
+    if config.get("model_type") not in MODEL_TYPES:
+        raise UserError(f"model: {name} is of type {config.get('model_type')!r}; accepted: {', '.join(MODEL_TYPES)}")
+    if not any(folder.glob("model*.safetensors")):
+        raise UserError(f"model: {folder} has no model*.safetensors")
+    return ModelFiles(folder, config)
+
+
+def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> TokenizerWrapper:
+    """The tokenizer of the model's folder.
+
+    Raises:
+        UserError: the folder has none, or it cannot be read.
+    """
+    try:
+        options = {"trust_remote_code": trust_remote_code}
+        return load_hf_tokenizer(files.folder, options, eos_token_ids=files.config.get("eos_token_id"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model: {files.folder} has no usable tokenizer: {error}") from error
+
+
+def load_model(files: ModelFiles, *, dtype: str | None = None) -> nn.Module:
+    """The model, weights in the checkpoint's dtype (or `dtype`), A_log in float32, nothing trainable yet.
+
+    Raises:
+        UserError: the weights do not fit the config, or are float16 without being asked for.
+    """
+    try:
+        model, _ = load_weights(files.folder, lazy=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"model: {files.folder} cannot be loaded: {error}") from error
+    model.update(tree_map_with_path(lambda path, x: _cast(path, x, dtype), model.parameters()))
+    if dtype != "float16" and any(x.dtype == mx.float16 for x in flat(model.parameters()).values()):
+        raise UserError(
+            "model: the weights are float16, whose range gradients overflow; set dtype: bfloat16, "
+            "or dtype: float16 if that is what you want"
+        )
+    mx.eval(model.parameters())
+    model.freeze()
+    return model
+
+
+def _cast(path: str, x: mx.array, dtype: str | None) -> mx.array:
+    if path.endswith("A_log"):
+        return x.astype(mx.float32)
+    if dtype is None or not mx.issubdtype(x.dtype, mx.floating):
+        return x
+    return x.astype(getattr(mx, dtype))
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"model: no folder {name}; accepted: a folder, a Hub id such as Qwen/Qwen3.5-0.8B, or tiny")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model: {name} is neither a folder here nor to be had from the Hub: {reason}") from error

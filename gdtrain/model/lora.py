@@ -1,0 +1,185 @@
+"""Which projections train, and the adapter on disk in the form that stock mlx_lm loads."""
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from gdtrain.arrays import flat
+from gdtrain.errors import UserError
+from gdtrain.model.dropout import key_dropouts
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+_DENSE = (nn.Linear, nn.QuantizedLinear)
+_EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One adapted projection: its name within a block, in how many blocks, and the parameters it trains there."""
+
+    name: str
+    blocks: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What trains: as in mlx-lm's adapter_config.json, with the names resolved."""
+
+    fine_tune_type: str
+    num_layers: int
+    lora_parameters: dict[str, Any] | None
+    targets: list[Target]
+
+
+def adapt(
+    model: nn.Module,
+    *,
+    fine_tune_type: str = "lora",
+    num_layers: int = -1,
+    rank: int = 8,
+    scale: float = 20.0,
+    dropout: float = 0.0,
+    keys: list[str] | None = None,
+) -> Adaptation:
+    """Make the last `num_layers` blocks (-1: all) trainable, in place: LoRA, DoRA or in full.
+
+    Args:
+        keys: projections by their name within a block ("self_attn.q_proj") or its end ("q_proj"). None: every
+            projection of attention, GDN and dense or shared MLPs; experts only where named, routers never.
+
+    Raises:
+        UserError: more blocks than the model has, or a key that names nothing; the names that exist are listed.
+    """
+    blocks = model.layers
+    if num_layers > len(blocks):
+        raise UserError(f"num_layers: {num_layers}, but the model has {len(blocks)} blocks; accepted: -1 (all) to that")
+    adapted = blocks[-num_layers:] if num_layers > 0 else blocks
+    model.freeze()
+    if fine_tune_type == "full":
+        for block in adapted:
+            block.unfreeze()
+        return Adaptation("full", num_layers, None, _targets(adapted))
+    parameters = {
+        "rank": rank,
+        "scale": scale,
+        "dropout": dropout,
+        "keys": _resolve(keys, adapted, dora=fine_tune_type == "dora"),
+    }
+    linear_to_lora_layers(model, num_layers, parameters, use_dora=fine_tune_type == "dora")
+    for block in adapted:
+        key_dropouts(block)
+    return Adaptation(fine_tune_type, num_layers, parameters, _targets(adapted))
+
+
+def save_adapter(folder: Path, model: nn.Module, adaptation: Adaptation, base: str) -> None:
+    """Write adapters.safetensors and adapter_config.json, each beside its place and then renamed.
+
+    Args:
+        base: the model's folder or Hub id as the config names it; told to the reader, not used by stock mlx_lm.
+    """
+    weights = flat(model.trainable_parameters())
+    config = {
+        "model": base,
+        "fine_tune_type": adaptation.fine_tune_type,
+        "num_layers": adaptation.num_layers,
+        "lora_parameters": adaptation.lora_parameters,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"partial-{ADAPTER_FILE}"
+    mx.save_safetensors(str(partial), weights, metadata={"format": "mlx"})
+    partial.replace(folder / ADAPTER_FILE)
+    partial = folder / f"partial-{ADAPTER_CONFIG}"
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / ADAPTER_CONFIG)
+
+
+def load_adapter_weights(model: nn.Module, file: Path) -> None:
+    """Load an adapter file into an adapted model, strictly.
+
+    Raises:
+        UserError: the file is missing or unreadable, or a tensor is missing, unexpected or of another shape.
+    """
+    if not file.is_file():
+        raise UserError(f"adapter: {file} does not exist")
+    try:
+        weights = cast(dict[str, mx.array], mx.load(str(file)))
+    except RuntimeError as error:
+        raise UserError(f"adapter: {file} cannot be read: {error}") from error
+    expected = flat(model.trainable_parameters())
+    faults = [f"{name} is missing" for name in expected.keys() - weights.keys()]
+    faults += [f"{name} is not a trainable parameter of this model" for name in weights.keys() - expected.keys()]
+    faults += [
+        f"{name} has shape {weights[name].shape}; accepted here: {expected[name].shape}"
+        for name in weights.keys() & expected.keys()
+        if weights[name].shape != expected[name].shape
+    ]
+    if faults:
+        shown = "\n  ".join(sorted(faults)[:20])
+        raise UserError(f"adapter: {file} does not fit the model ({len(faults)} faults):\n  {shown}")
+    model.load_weights(list(weights.items()), strict=False)
+    mx.eval(model.trainable_parameters())
+
+
+def load_adapter(model: nn.Module, folder: Path) -> Adaptation:
+    """Adapt a model as the adapter_config.json of `folder` says, and load the adapter strictly.
+
+    Raises:
+        UserError: a file is missing or faulty, or does not fit the model.
+    """
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        raise UserError(f"adapter: {file} does not exist")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kind, blocks, lora = config["fine_tune_type"], config["num_layers"], config["lora_parameters"] or {}
+        adaptation = adapt(model, fine_tune_type=kind, num_layers=blocks, **lora)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"adapter: {file} is not an adapter config: {error!r}") from error
+    load_adapter_weights(model, folder / ADAPTER_FILE)
+    return adaptation
+
+
+def _projections(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, m) for name, m in block.named_modules() if isinstance(m, _DENSE + _EXPERTS))
+
+
+def _resolve(keys: list[str] | None, blocks: list[nn.Module], *, dora: bool) -> list[str]:
+    kinds = {name: module for block in blocks for name, module in _projections(block)}
+    if keys is None:
+        return sorted(n for n, m in kinds.items() if isinstance(m, _DENSE) and n not in _ROUTERS)
+    resolved: set[str] = set()
+    faults = []
+    for key in keys:
+        named = [name for name in kinds if name == key or name.endswith(f".{key}")]
+        if not named:
+            near = difflib.get_close_matches(key, [*kinds, *(n.rsplit(".", 1)[-1] for n in kinds)], n=1, cutoff=0.5)
+            faults.append(f"{key!r} names no projection" + (f"; did you mean {near[0]!r}?" if near else ""))
+        elif dora and any(isinstance(kinds[name], _EXPERTS) for name in named):
+            faults.append(f"{key!r} names experts, for which there is LoRA but no DoRA")
+        resolved.update(named)
+    if faults:
+        raise UserError(f"lora_parameters.keys: {'; '.join(faults)}. This model has: {', '.join(sorted(kinds))}")
+    return sorted(resolved)
+
+
+def _targets(blocks: list[nn.Module]) -> list[Target]:
+    counts: dict[str, list[int]] = {}
+    for block in blocks:
+        sizes: dict[str, int] = {}
+        for path, x in flat(block.trainable_parameters()).items():
+            name = path.rsplit(".", 1)[0]
+            sizes[name] = sizes.get(name, 0) + math.prod(x.shape)
+        for name, size in sizes.items():
+            counts.setdefault(name, []).append(size)
+    return [Target(name, len(sizes), sum(sizes)) for name, sizes in sorted(counts.items())]

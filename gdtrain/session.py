@@ -1,0 +1,100 @@
+"""From a config to everything a run needs: data checked and tokenised before any weights are read, then the model on
+the trainable path with its adapter."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from gdtrain.config import RunConfig
+from gdtrain.data.conversation import Sample
+from gdtrain.data.prepare import Counts, prepare
+from gdtrain.data.records import load_records
+from gdtrain.model.load import find_model, load_model, load_tokenizer
+from gdtrain.model.lora import Adaptation, adapt, load_adapter_weights
+from gdtrain.model.swap import Swapped, swap_linear_attention
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples of the splits that were asked for, and what became of their rows."""
+
+    samples: dict[str, list[Sample]]
+    counts: dict[str, Counts]
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model ready to train or evaluate."""
+
+    config: RunConfig
+    data: Data
+    model: nn.Module
+    swapped: Swapped
+
+
+def open_data(config: RunConfig, splits: Sequence[str], say: Say) -> Data:
+    """Read, check and tokenise the records; the first of `splits` must have some. No weights are read.
+
+    Raises:
+        UserError: model, tokenizer or data are missing or faulty.
+    """
+    tokenizer = load_tokenizer(find_model(config.model), trust_remote_code=config.trust_remote_code)
+    hf_dataset = None if config.hf_dataset is None else [source.model_dump() for source in config.hf_dataset]
+    records = load_records(config.data, hf_dataset, mask_prompt=config.mask_prompt, require=splits[0])
+    for note in records.notes:
+        say(note)
+    samples, counts = {}, {}
+    for split in splits:
+        samples[split], counts[split] = prepare(
+            getattr(records, split),
+            tokenizer,
+            max_seq_length=config.max_seq_length,
+            on_long=config.on_long,
+            mask_prompt=config.mask_prompt,
+            supervise=config.supervise,
+            enable_thinking=config.enable_thinking,
+        )
+        if counts[split].rows_read:
+            say(f"{split}: {counts[split].summary()}")
+    return Data(samples, counts, tokenizer)
+
+
+def open_session(config: RunConfig, data: Data) -> Session:
+    """Load the model and put its linear attention onto the trainable rule. Nothing is trainable yet: see `adapt_as`.
+
+    Raises:
+        UserError: the model cannot be loaded or swapped as the config says.
+    """
+    files = find_model(config.model)
+    model = load_model(files, dtype=config.dtype)
+    swapped = swap_linear_attention(model, files.config, kernel=config.kernel, chunk_size=config.chunk_size)
+    return Session(config, data, model, swapped)
+
+
+def adapt_as(config: RunConfig, model: nn.Module) -> Adaptation:
+    """Make trainable what the config says, freshly initialised from its seed.
+
+    Raises:
+        UserError: blocks or projections that the model does not have, or an adapter file that does not fit.
+    """
+    mx.random.seed(config.seed)
+    lora = config.lora_parameters
+    adaptation = adapt(
+        model,
+        fine_tune_type=config.fine_tune_type,
+        num_layers=config.num_layers,
+        rank=lora.rank,
+        scale=lora.resolved_scale,
+        dropout=lora.dropout,
+        keys=lora.keys,
+    )
+    if config.resume_adapter_file is not None:
+        load_adapter_weights(model, Path(config.resume_adapter_file).expanduser())
+    return adaptation

@@ -1,0 +1,143 @@
+"""The training loop: step, report, validate, save."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from gdtrain.arrays import scalar
+from gdtrain.config import RunConfig
+from gdtrain.config_file import dump_yaml
+from gdtrain.data.batches import check_enough, collate, train_stream
+from gdtrain.data.conversation import Sample
+from gdtrain.errors import TrainingStopped, UserError
+from gdtrain.evaluation import evaluate
+from gdtrain.model.lora import Adaptation, save_adapter
+from gdtrain.reporting.console import RunConsole
+from gdtrain.reporting.metrics import MetricsFile
+from gdtrain.session import Session
+from gdtrain.training.memory import clear_cache_above, read_memory
+from gdtrain.training.optimizer import build_optimizer
+from gdtrain.training.progress import Report, Validations
+from gdtrain.training.recompute import recomputed_blocks
+from gdtrain.training.run_directory import BEST, CONFIG_FILE, METRICS_FILE, checkpoint_folder, drop_old_checkpoints
+from gdtrain.training.step import CompilePolicy, Window, build_step
+
+
+def train(
+    session: Session, adaptation: Adaptation, policy: CompilePolicy, header: dict[str, Any], console: RunConsole
+) -> None:
+    """Train as the config says, into its run directory, which exists and is empty of earlier runs.
+
+    Iterations are batches, as in mlx-lm; a validation or checkpoint at iteration N comes after N batches, and the
+    validation at 0 is of the untrained adapter. The last accumulation window is applied even when it is not full.
+
+    Raises:
+        TrainingStopped: a loss or gradient that is not finite; the last good adapter is saved.
+        KeyboardInterrupt: interrupted; the adapter is saved first.
+    """
+    config, model, samples = session.config, session.model, session.data.samples
+    folder = Path(config.adapter_path)
+    iterations = count_iterations(config, samples["train"])
+    optimizer = build_optimizer(config)
+    step = build_step(model, compiled=policy.compiled)
+    stream = train_stream(samples["train"], config.batch_size, seed=config.seed)
+    window, report, validations = Window(), Report(), Validations(config.early_stopping_patience)
+
+    def save(to: Path) -> None:
+        save_adapter(to, model, adaptation, config.model)
+
+    def validate(iteration: int) -> None:
+        result = evaluate(
+            model,
+            samples["valid"],
+            batch_size=config.batch_size,
+            max_seq_length=config.max_seq_length,
+            batches=config.val_batches,
+            cache_threshold=config.clear_cache_threshold,
+            progress=console.validating,
+        )
+        peak = read_memory().peak_memory_gb
+        console.validation(iteration, result.loss, peak)
+        values = {"loss": result.loss, "supervised_tokens": result.supervised_tokens, "seconds": result.seconds}
+        metrics.write("val", iteration=iteration, **values, peak_memory_gb=peak)
+        if validations.add(result.loss):
+            save(folder / BEST)
+
+    (folder / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
+    with (
+        MetricsFile(folder / METRICS_FILE) as metrics,
+        recomputed_blocks(model.layers, config.grad_checkpoint),
+        console.training(iterations),
+    ):
+        metrics.write("header", **header)
+        iteration = 0
+        try:
+            if samples["valid"]:
+                validate(0)
+            model.train()
+            for iteration in range(1, iterations + 1):
+                report.start()
+                batch = collate(samples["train"], next(stream)[1], max_tokens=config.max_seq_length)
+                loss, gradients = step(batch)
+                window.add(gradients, batch)
+                mx.eval(loss, window.gradients)
+                guard("loss", scalar(loss), iteration, [samples["train"][i].where for i in batch.rows])
+                if iteration % config.grad_accumulation_steps == 0 or iteration == iterations:
+                    mean, norm = window.mean(config.max_grad_norm)
+                    guard("gradient norm", scalar(norm), iteration, [samples["train"][i].where for i in window.rows])
+                    optimizer.update(model, mean)
+                    mx.eval(model.trainable_parameters(), optimizer.state)
+                    report.grad_norm, window = scalar(norm), Window()
+                clear_cache_above(config.clear_cache_threshold)
+                report.add(scalar(loss), batch, sum(len(samples["train"][i].ids) - 1 for i in batch.rows))
+                console.advance(iteration)
+                if iteration % config.steps_per_report == 0 or iteration == iterations:
+                    values = report.finish()
+                    report = Report(grad_norm=report.grad_norm)
+                    console.train_report(iteration, values["loss"], values["tokens_per_second"])
+                    rate = scalar(optimizer.learning_rate)
+                    metrics.write("train", iteration=iteration, learning_rate=rate, **values, **asdict(read_memory()))
+                if samples["valid"] and (iteration % config.steps_per_eval == 0 or iteration == iterations):
+                    validate(iteration)
+                if iteration % config.save_every == 0:
+                    save(checkpoint_folder(folder, iteration))
+                    drop_old_checkpoints(folder, config.keep_checkpoints)
+                    metrics.write("save", iteration=iteration)
+                if validations.exhausted and iteration < iterations:
+                    console.line(f"stopped early: {validations.since_best} validations without a lower loss")
+                    metrics.write("stop", iteration=iteration, reason="early stopping")
+                    break
+        except (TrainingStopped, KeyboardInterrupt) as stop:
+            save(folder)
+            metrics.write("stop", iteration=iteration, reason=str(stop) or "interrupted")
+            raise
+        save(folder)
+        metrics.write("save", iteration=iteration)
+
+
+def count_iterations(config: RunConfig, rows: list[Sample]) -> int:
+    """The batches of the run: `iters`, or as many as `epochs` takes.
+
+    Raises:
+        UserError: fewer rows than a batch has, or more batches in an accumulation window than there are.
+    """
+    check_enough(rows, config.batch_size)
+    if config.epochs is None:
+        return config.iters
+    iterations = max(1, round(config.epochs * math.ceil(len(rows) / config.batch_size)))
+    if config.grad_accumulation_steps > iterations:
+        raise UserError(
+            f"grad_accumulation_steps: {config.grad_accumulation_steps} is more than the {iterations} iterations "
+            f"of {config.epochs:g} epochs"
+        )
+    return iterations
+
+
+def guard(what: str, value: float, iteration: int, places: list[str]) -> None:
+    """Stop at the first value that is not finite, naming the samples of the batch or window."""
+    if not math.isfinite(value):
+        shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+        raise TrainingStopped(f"iteration {iteration}: the {what} is {value}; samples: {shown}")
