@@ -113,6 +113,7 @@ def train(
         except (TrainingStopped, KeyboardInterrupt) as stop:
             save(folder)
             metrics.write("stop", iteration=iteration, reason=str(stop) or "interrupted")
+            console.line(f"stopped at iteration {iteration}; the adapter so far is in {folder}")
             raise
         save(folder)
         metrics.write("save", iteration=iteration)
