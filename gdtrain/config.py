@@ -312,7 +312,9 @@ class RunConfig(Section):
     early_stopping_patience: Count | None = Field(
         default=None, description="Stop after this many validations without a lower loss."
     )
-    adapter_path: Text = Field(default="adapters", description="Run directory: adapter, best adapter, checkpoints, metrics.")
+    adapter_path: Text = Field(
+        default="adapters", description="Run directory: adapter, best adapter, checkpoints, metrics."
+    )
     save_every: Count = Field(default=100, description="Iterations between two checkpoints.")
     keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
     report_to: Text | None = Field(default=None, description="Tracking services (wandb, swanlab).")

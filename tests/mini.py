@@ -110,6 +110,16 @@ def toy_tokenizer(template: str | None = "qwen", **options: Any) -> Any:
     )
 
 
+def relative_l2(got: mx.array, want: mx.array) -> float:
+    """|got - want| / |want| in float32; shapes must be equal. inf where only one side is zero or not finite."""
+    assert got.shape == want.shape, f"{got.shape} is not {want.shape}"
+    got, want = (np.array(x.astype(mx.float32), np.float64) for x in (got, want))
+    distance, size = np.linalg.norm(got - want), np.linalg.norm(want)
+    if not np.isfinite(distance):
+        return np.inf
+    return float(distance / size) if size else (np.inf if distance else 0.0)
+
+
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     match name.rsplit(".", 2)[-2:]:
         case [*_, "A_log"]:

@@ -1,5 +1,7 @@
 """Choose a backend once, with the reason as text, and run it on checked inputs."""
 
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -123,6 +125,13 @@ def _empty_state_at_boundaries(log_decay: mx.array, segments: mx.array) -> mx.ar
 
 
 def _device() -> str:
+    """The default device, and whether MLX multiplies float32 matrices in TF32 there (relative error about 5e-4)."""
     if mx.default_device() == mx.cpu:
         return "CPU device"
-    return "Metal device" if mx.metal.is_available() else "CUDA device"
+    name = "Metal device" if mx.metal.is_available() else "CUDA device"
+    # M1 to M4 (applegpu_g13 to g16) multiply in float32.
+    generation = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture")))
+    rounds = generation is None or int(generation[1]) >= 17
+    if rounds and os.environ.get("MLX_ENABLE_TF32") != "0":
+        name += ", float32 products in TF32 (MLX_ENABLE_TF32=0 makes them exact)"
+    return name
