@@ -89,6 +89,8 @@ def load_model(files: ModelFiles, *, dtype: str | None = None) -> nn.Module:
 
 
 def _cast(path: str, x: mx.array, dtype: str | None) -> mx.array:
+    # mlx-lm cuts the fused experts of raw checkpoints into strided halves, which MLX 0.32.4 multiplies wrongly on CUDA.
+    x = mx.contiguous(x)
     if path.endswith("A_log"):
         return x.astype(mx.float32)
     if dtype is None or not mx.issubdtype(x.dtype, mx.floating):
