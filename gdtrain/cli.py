@@ -2,12 +2,14 @@
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from gdtrain.errors import TrainingStopped, UserError
+from gdtrain.errors import Interrupted, TrainingStopped, UserError
 
 app = typer.Typer(
     help="Fine-tune Qwen3.5 and Qwen3-Next models (Gated DeltaNet hybrids) with LoRA on MLX.",
@@ -32,9 +34,10 @@ def finetune(
 
     Example: gdtrain finetune configs/quickstart.yaml --set iters=50
     """
-    from gdtrain.commands.finetune import run_finetune
+    with _interruptible():
+        from gdtrain.commands.finetune import run_finetune
 
-    run_finetune(config, overrides or [])
+        run_finetune(config, overrides or [])
 
 
 @app.command("eval")
@@ -53,16 +56,17 @@ def evaluate(
 
     Example: gdtrain eval runs/quickstart --split test
     """
-    from gdtrain.commands.evaluate import run_evaluate
+    with _interruptible():
+        from gdtrain.commands.evaluate import run_evaluate
 
-    run_evaluate(
-        target,
-        checkpoint=checkpoint,
-        split=split,
-        no_adapter=no_adapter,
-        json_file=json_file,
-        overrides=overrides or [],
-    )
+        run_evaluate(
+            target,
+            checkpoint=checkpoint,
+            split=split,
+            no_adapter=no_adapter,
+            json_file=json_file,
+            overrides=overrides or [],
+        )
 
 
 def main() -> NoReturn:
@@ -77,9 +81,17 @@ def main() -> NoReturn:
         _fail(error, 2, debug)
     except TrainingStopped as error:
         _fail(error, 3, debug)
-    except KeyboardInterrupt as error:
-        _fail(KeyboardInterrupt("interrupted") if not str(error) else error, 130, debug)
+    except Interrupted as error:
+        _fail(error, 130, debug)
     sys.exit(0)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(str(error) or "interrupted") from error
 
 
 def _fail(error: BaseException, code: int, debug: bool) -> NoReturn:

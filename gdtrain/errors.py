@@ -1,4 +1,4 @@
-"""The two ways a command ends early. Raised where the fault is known, caught only in cli.py."""
+"""The ways a command ends early. Raised where the cause is known, caught only in cli.py."""
 
 
 class UserError(Exception):
@@ -9,4 +9,8 @@ class UserError(Exception):
 
 
 class TrainingStopped(Exception):
-    """The training stopped itself (a non-finite loss or gradient, out of memory): exit code 3."""
+    """The training stopped itself (a loss or gradient that is not finite): exit code 3."""
+
+
+class Interrupted(Exception):
+    """The user pressed Ctrl-C: exit code 130. Typer would end the process on a KeyboardInterrupt without a word."""

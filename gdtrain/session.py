@@ -13,7 +13,8 @@ from gdtrain.config import RunConfig
 from gdtrain.data.conversation import Sample
 from gdtrain.data.prepare import Counts, prepare
 from gdtrain.data.records import load_records
-from gdtrain.model.load import find_model, load_model, load_tokenizer
+from gdtrain.errors import UserError
+from gdtrain.model.load import find_model, load_model, load_tokenizer, vocabulary_size
 from gdtrain.model.lora import Adaptation, adapt, load_adapter_weights
 from gdtrain.model.swap import Swapped, swap_linear_attention
 
@@ -45,7 +46,8 @@ def open_data(config: RunConfig, splits: Sequence[str], say: Say) -> Data:
     Raises:
         UserError: model, tokenizer or data are missing or faulty.
     """
-    tokenizer = load_tokenizer(find_model(config.model), trust_remote_code=config.trust_remote_code)
+    files = find_model(config.model)
+    tokenizer = load_tokenizer(files, trust_remote_code=config.trust_remote_code)
     hf_dataset = None if config.hf_dataset is None else [source.model_dump() for source in config.hf_dataset]
     records = load_records(config.data, hf_dataset, mask_prompt=config.mask_prompt, require=splits[0])
     for note in records.notes:
@@ -63,6 +65,7 @@ def open_data(config: RunConfig, splits: Sequence[str], say: Say) -> Data:
         )
         if counts[split].rows_read:
             say(f"{split}: {counts[split].summary()}")
+    _check_ids([sample for split in splits for sample in samples[split]], vocabulary_size(files))
     return Data(samples, counts, tokenizer)
 
 
@@ -98,3 +101,12 @@ def adapt_as(config: RunConfig, model: nn.Module) -> Adaptation:
     if config.resume_adapter_file is not None:
         load_adapter_weights(model, Path(config.resume_adapter_file).expanduser())
     return adaptation
+
+
+def _check_ids(samples: list[Sample], vocabulary: int) -> None:
+    for sample in samples:
+        if (highest := int(sample.ids.max())) >= vocabulary:
+            raise UserError(
+                f"{sample.where}: the tokenizer gives the id {highest}, but the model has vocab_size {vocabulary}: "
+                "they do not belong together"
+            )

@@ -11,6 +11,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from gdtrain.data.batches import Batch, collate
+from gdtrain.data.conversation import Sample
+from gdtrain.model.lora import adapt
+from gdtrain.model.swap import swap_linear_attention
+
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 _ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -108,6 +113,63 @@ def toy_tokenizer(template: str | None = "qwen", **options: Any) -> Any:
     return runpy.run_path(str(Path(__file__).parent / "data" / "toy_tokenizer.py"))["toy_tokenizer"](
         template, **options
     )
+
+
+def trainable(
+    family: str = "qwen3_5",
+    *,
+    kernel: str = "auto",
+    chunk_size: int = 64,
+    lora: dict[str, Any] | None = None,
+    fill: bool = True,
+    **build_arguments: Any,
+) -> nn.Module:
+    """`build`, swapped onto the trainable rule and adapted, in training mode; seeded throughout.
+
+    Args:
+        lora: arguments of `adapt`; rank 4 and scale 2 unless given. fill: see `fill_adapter`.
+    """
+    model, config = build(family, **build_arguments)
+    swap_linear_attention(model, config, kernel=kernel, chunk_size=chunk_size)
+    adapt(model, **{"rank": 4, "scale": 2.0, **(lora or {})})
+    if fill:
+        fill_adapter(model)
+    return model.train()
+
+
+def fill_adapter(model: nn.Module, seed: int = 0) -> None:
+    """Random values for every lora_b, which is zero at first: then lora_a has gradients, and the adapter an effect."""
+    rng = np.random.default_rng(seed)
+    weights = tree_flatten(model.trainable_parameters())
+    drawn = [(n, mx.array((0.05 * rng.standard_normal(x.shape)).astype(np.float32))) for n, x in weights]
+    model.load_weights([(n, x) for n, x in drawn if n.endswith("lora_b")], strict=False)
+
+
+def samples(*lengths: int, seed: int = 0, supervised: list[int] | None = None, vocabulary: int = 260) -> list[Sample]:
+    """Rows of so many random tokens, all of them targets but the first, or the last `supervised[i]` of row i."""
+    rng = np.random.default_rng([seed, *lengths])
+    rows = []
+    for i, length in enumerate(lengths):
+        ids = rng.integers(1, vocabulary, length).astype(np.int32)
+        first = 1 if supervised is None else length - supervised[i]
+        rows.append(Sample(ids, np.arange(length) >= first, f"train.jsonl:{i + 1}"))
+    return rows
+
+
+def whole(ids: list[int], where: str = "train.jsonl:1") -> Sample:
+    """A row of these tokens, all of them targets but the first."""
+    return Sample(np.array(ids, np.int32), np.arange(len(ids)) > 0, where)
+
+
+def unsupervised(row: Sample) -> Sample:
+    """The same row with no target."""
+    return Sample(row.ids, np.zeros_like(row.supervised), row.where)
+
+
+def batch(rows: list[Sample], indices: list[int] | None = None, **options: Any) -> Batch:
+    """`collate` of these rows (all of them: None), without padding beyond the longest unless `multiple` says so."""
+    chosen = list(range(len(rows))) if indices is None else indices
+    return collate(rows, chosen, **{"multiple": 1, "max_tokens": 4096, **options})
 
 
 def relative_l2(got: mx.array, want: mx.array) -> float:

@@ -11,23 +11,35 @@ from gdtrain.config import RunConfig
 from gdtrain.config_file import load_config
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
-from gdtrain.model.lora import load_adapter
+from gdtrain.model.lora import ADAPTER_FILE, check_adapter_file, load_adapter
+from gdtrain.model.swap import check_kernel
 from gdtrain.session import open_data, open_session
 from gdtrain.training.memory import set_limits
-from gdtrain.training.run_directory import CONFIG_FILE, find_adapter
+from gdtrain.training.run_directory import CONFIG_FILE, find_adapter, run_directory
 
 _SPLITS = ("valid", "test", "train")
 
 
 def run_evaluate(
-    target: Path, *, checkpoint: str, split: str, no_adapter: bool, json_file: Path | None, overrides: list[str]
+    target: Path,
+    *,
+    checkpoint: str,
+    split: str,
+    no_adapter: bool,
+    json_file: Path | None,
+    overrides: list[str],
 ) -> None:
     """Evaluate and print; raises UserError, which is for cli.py."""
     console = Console(highlight=False)
     if split not in _SPLITS:
         raise UserError(f"--split: {split!r}; accepted: {', '.join(_SPLITS)}")
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UserError(f"--json: {json_file} cannot be written: its directory does not exist")
     config, run = _open(target, overrides)
+    check_kernel(config.kernel)
     adapter = None if no_adapter else find_adapter(run, checkpoint)
+    if adapter is not None:
+        check_adapter_file(adapter / ADAPTER_FILE)
     notes = set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
     data = open_data(config, [split], notes.append)
     session = open_session(config, data)
@@ -38,7 +50,7 @@ def run_evaluate(
         data.samples[split],
         batch_size=config.batch_size,
         max_seq_length=config.max_seq_length,
-        batches=config.val_batches if split == "valid" else -1,
+        batches={"valid": config.val_batches, "test": config.test_batches, "train": -1}[split],
         cache_threshold=config.clear_cache_threshold,
     )
     figures = {
@@ -64,7 +76,7 @@ def _open(target: Path, overrides: list[str]) -> tuple[RunConfig, Path]:
         raise UserError(f"{target} does not exist; accepted: a run directory or a YAML config")
     if not target.is_dir():
         config = load_config(target, overrides)
-        return config, Path(config.adapter_path)
+        return config, run_directory(config.adapter_path)
     if not (target / CONFIG_FILE).is_file():
         raise UserError(f"{target} is no run directory: it has no {CONFIG_FILE}")
     return load_config(target / CONFIG_FILE, overrides), target

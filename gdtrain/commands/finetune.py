@@ -3,16 +3,20 @@ data, the model; only then is anything written."""
 
 from pathlib import Path
 
+from gdtrain.config import RunConfig
 from gdtrain.config_file import dump_yaml, load_config
 from gdtrain.data.batches import epoch_batches, padding_share
+from gdtrain.data.sources import missing_split
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
+from gdtrain.model.lora import ADAPTER_FILE, check_adapter_file, load_adapter
+from gdtrain.model.swap import check_kernel
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.header import describe, header_lines
 from gdtrain.session import Session, adapt_as, open_data, open_session
 from gdtrain.training.loop import count_iterations, train
 from gdtrain.training.memory import set_limits
-from gdtrain.training.run_directory import prepare_run_directory
+from gdtrain.training.run_directory import check_run_directory, make_run_directory, run_directory
 from gdtrain.training.step import compile_policy
 
 
@@ -20,8 +24,14 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
     """Train; raises UserError, TrainingStopped or KeyboardInterrupt, which are for cli.py."""
     console = RunConsole()
     config = load_config(config_file, overrides)
+    folder = run_directory(config.adapter_path)
     if not config.train:
-        raise UserError("train: false leaves nothing to do here; for a loss, use gdtrain eval")
+        _test_only(config, folder, console)
+        return
+    check_run_directory(folder)
+    check_kernel(config.kernel)
+    if config.resume_adapter_file is not None:
+        check_adapter_file(Path(config.resume_adapter_file).expanduser())
     console.line("# resolved config\n" + dump_yaml(config))
     for note in set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb):
         console.line(f"note: {note}")
@@ -31,6 +41,8 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
     iterations = count_iterations(config, rows)
     batches = epoch_batches(rows, config.batch_size, seed=config.seed, epoch=0)
     console.line(f"padding: {100 * padding_share(rows, batches):.1f} % of the positions of an epoch")
+    if config.test and not data.samples["test"]:
+        raise UserError(f"test: true, but {missing_split('test', config.data)}")
     if not data.samples["valid"]:
         console.line("warning: there are no validation rows; training goes on without a validation loss")
 
@@ -44,13 +56,22 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
     console.targets(adaptation.targets)
     console.line("")
 
-    folder = Path(config.adapter_path)
-    if moved := prepare_run_directory(folder):
-        console.line(f"{folder} held an earlier run; it is now {moved}")
+    if moved := make_run_directory(folder):
+        console.line(f"{folder} held an earlier run or adapter; it is now in {moved}")
     train(session, adaptation, policy, header, console)
     console.line(f"saved: {folder}")
     if config.test:
         _test(session, console)
+
+
+def _test_only(config: RunConfig, folder: Path, console: RunConsole) -> None:
+    """train: false with test: true, as in mlx-lm: the test loss of the adapter in adapter_path."""
+    if not config.test:
+        raise UserError("train: false and test: false leave nothing to do")
+    check_adapter_file(folder / ADAPTER_FILE)
+    session = open_session(config, open_data(config, ["test"], console.line))
+    load_adapter(session.model, folder)
+    _test(session, console)
 
 
 def _test(session: Session, console: RunConsole) -> None:

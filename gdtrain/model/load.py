@@ -47,6 +47,8 @@ def find_model(name: str) -> ModelFiles:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"model: {config_file} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"model: {config_file} is not a JSON object")
     if config.get("model_type") not in MODEL_TYPES:
         raise UserError(f"model: {name} is of type {config.get('model_type')!r}; accepted: {', '.join(MODEL_TYPES)}")
     if not any(folder.glob("model*.safetensors")):
@@ -62,9 +64,24 @@ def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> Tok
     """
     try:
         options = {"trust_remote_code": trust_remote_code}
-        return load_hf_tokenizer(files.folder, options, eos_token_ids=files.config.get("eos_token_id"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model: {files.folder} has no usable tokenizer: {error}") from error
+        tokenizer = load_hf_tokenizer(files.folder, options, eos_token_ids=files.config.get("eos_token_id"))
+    except Exception as error:  # transformers raises whatever the files of a folder lead to
+        raise UserError(f"model: {files.folder} has no usable tokenizer: {_shortened(error)}") from error
+    if not tokenizer.encode("a"):  # what transformers makes of a folder without the tokenizer's own file
+        raise UserError(f"model: {files.folder} has no usable tokenizer: its vocabulary is empty")
+    return tokenizer
+
+
+def vocabulary_size(files: ModelFiles) -> int:
+    """Rows of the model's embedding, as its config says.
+
+    Raises:
+        UserError: the config does not say.
+    """
+    size = files.config.get("text_config", files.config).get("vocab_size")
+    if not isinstance(size, int):
+        raise UserError(f"model: {files.folder / 'config.json'} has no vocab_size")
+    return size
 
 
 def load_model(files: ModelFiles, *, dtype: str | None = None) -> nn.Module:
@@ -75,8 +92,8 @@ def load_model(files: ModelFiles, *, dtype: str | None = None) -> nn.Module:
     """
     try:
         model, _ = load_weights(files.folder, lazy=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model: {files.folder} cannot be loaded: {error}") from error
+    except Exception as error:  # mlx-lm raises whatever a faulty config.json or weights file leads to
+        raise UserError(f"model: {files.folder} cannot be loaded: {_shortened(error)}") from error
     model.update(tree_map_with_path(lambda path, x: _cast(path, x, dtype), model.parameters()))
     if dtype != "float16" and any(x.dtype == mx.float16 for x in flat(model.parameters()).values()):
         raise UserError(
@@ -107,5 +124,13 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model: {name} is neither a folder here nor to be had from the Hub: {reason}") from error
+        raise UserError(
+            f"model: {name} is neither a folder here nor to be had from the Hub: {_shortened(error, lines=1)}"
+        ) from error
+
+
+def _shortened(error: Exception, lines: int = 12) -> str:
+    """The type and the first lines of the message: of missing weights it names every one."""
+    text = str(error).strip().splitlines() or [""]
+    more = [f"... and {len(text) - lines} lines more"] if len(text) > lines > 1 else []
+    return f"{type(error).__name__}: " + "\n".join([*text[:lines], *more])

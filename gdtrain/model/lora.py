@@ -82,13 +82,13 @@ def adapt(
     return Adaptation(fine_tune_type, num_layers, parameters, _targets(adapted))
 
 
-def save_adapter(folder: Path, model: nn.Module, adaptation: Adaptation, base: str) -> None:
+def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptation, base: str) -> None:
     """Write adapters.safetensors and adapter_config.json, each beside its place and then renamed.
 
     Args:
+        weights: the trainable parameters by name.
         base: the model's folder or Hub id as the config names it; told to the reader, not used by stock mlx_lm.
     """
-    weights = flat(model.trainable_parameters())
     config = {
         "model": base,
         "fine_tune_type": adaptation.fine_tune_type,
@@ -110,11 +110,10 @@ def load_adapter_weights(model: nn.Module, file: Path) -> None:
     Raises:
         UserError: the file is missing or unreadable, or a tensor is missing, unexpected or of another shape.
     """
-    if not file.is_file():
-        raise UserError(f"adapter: {file} does not exist")
+    check_adapter_file(file)
     try:
-        weights = cast(dict[str, mx.array], mx.load(str(file)))
-    except RuntimeError as error:
+        weights = cast(dict[str, mx.array], mx.load(str(file), format="safetensors"))
+    except (RuntimeError, ValueError) as error:
         raise UserError(f"adapter: {file} cannot be read: {error}") from error
     expected = flat(model.trainable_parameters())
     faults = [f"{name} is missing" for name in expected.keys() - weights.keys()]
@@ -129,6 +128,14 @@ def load_adapter_weights(model: nn.Module, file: Path) -> None:
         raise UserError(f"adapter: {file} does not fit the model ({len(faults)} faults):\n  {shown}")
     model.load_weights(list(weights.items()), strict=False)
     mx.eval(model.trainable_parameters())
+
+
+def check_adapter_file(file: Path) -> None:
+    """Raise UserError unless the file exists and is called .safetensors."""
+    if not file.is_file():
+        raise UserError(f"adapter: {file} does not exist")
+    if file.suffix != ".safetensors":
+        raise UserError(f"adapter: {file} is not a .safetensors file")
 
 
 def load_adapter(model: nn.Module, folder: Path) -> Adaptation:
@@ -169,7 +176,7 @@ def _resolve(keys: list[str] | None, blocks: list[nn.Module], *, dora: bool) -> 
             faults.append(f"{key!r} names experts, for which there is LoRA but no DoRA")
         resolved.update(named)
     if faults:
-        raise UserError(f"lora_parameters.keys: {'; '.join(faults)}. This model has: {', '.join(sorted(kinds))}")
+        raise UserError(f"lora_parameters.keys: {'; '.join(faults)}\n  this model has: {', '.join(sorted(kinds))}")
     return sorted(resolved)
 
 

@@ -40,8 +40,7 @@ def swap_linear_attention(
     Raises:
         UserError: the backend cannot run here, or the layers found are not those of the config.
     """
-    if kernel != "auto" and kernel not in BACKENDS:
-        raise UserError(f"kernel: {kernel!r} is not available here; accepted: auto, {', '.join(BACKENDS)}")
+    check_kernel(kernel)
     swapped = 0
     for i, block in enumerate(model.layers):
         if "linear_attn" not in block:
@@ -61,6 +60,12 @@ def swap_linear_attention(
             f"{swapped} linear attention layers are on the trainable path, but the model's config says {expected}"
         )
     return Swapped(swapped, expected, _explain(model, kernel))
+
+
+def check_kernel(kernel: str) -> None:
+    """Raise UserError if a backend of this name cannot run here."""
+    if kernel != "auto" and kernel not in BACKENDS:
+        raise UserError(f"kernel: {kernel!r} is not available here; accepted: auto, {', '.join(BACKENDS)}")
 
 
 def count_linear_layers(model_config: dict[str, Any]) -> int:

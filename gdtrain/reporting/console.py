@@ -62,4 +62,4 @@ class RunConsole:
         if not self._rows:
             self.line(_ROW.format("Iter", "Val loss", "Peak mem"))
         self._rows += 1
-        self.line(_ROW.format(iteration, f"{loss:.3f}", f"{peak_gb:.2f} GB"))
+        self.line(_ROW.format(iteration, f"{loss:.3f}", f"{peak_gb:.{2 if peak_gb >= 1 else 3}f} GB"))

@@ -7,12 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from gdtrain.arrays import scalar
+from gdtrain.arrays import flat, scalar
 from gdtrain.config import RunConfig
 from gdtrain.config_file import dump_yaml
 from gdtrain.data.batches import check_enough, collate, train_stream
 from gdtrain.data.conversation import Sample
-from gdtrain.errors import TrainingStopped, UserError
+from gdtrain.errors import Interrupted, TrainingStopped, UserError
 from gdtrain.evaluation import evaluate
 from gdtrain.model.lora import Adaptation, save_adapter
 from gdtrain.reporting.console import RunConsole
@@ -22,7 +22,14 @@ from gdtrain.training.memory import clear_cache_above, read_memory
 from gdtrain.training.optimizer import build_optimizer
 from gdtrain.training.progress import Report, Validations
 from gdtrain.training.recompute import recomputed_blocks
-from gdtrain.training.run_directory import BEST, CONFIG_FILE, METRICS_FILE, checkpoint_folder, drop_old_checkpoints
+from gdtrain.training.run_directory import (
+    BEST,
+    CONFIG_FILE,
+    METRICS_FILE,
+    checkpoint_folder,
+    drop_old_checkpoints,
+    run_directory,
+)
 from gdtrain.training.step import CompilePolicy, Window, build_step
 
 
@@ -36,29 +43,39 @@ def train(
 
     Raises:
         TrainingStopped: a loss or gradient that is not finite; the last good adapter is saved.
-        KeyboardInterrupt: interrupted; the adapter is saved first.
+        Interrupted: Ctrl-C; the adapter is saved first, as it is before any other exception.
     """
     config, model, samples = session.config, session.model, session.data.samples
-    folder = Path(config.adapter_path)
-    iterations = count_iterations(config, samples["train"])
+    rows = samples["train"]
+    folder = run_directory(config.adapter_path)
+    iterations = count_iterations(config, rows)
     optimizer = build_optimizer(config)
     step = build_step(model, compiled=policy.compiled)
-    stream = train_stream(samples["train"], config.batch_size, seed=config.seed)
+    stream = train_stream(rows, config.batch_size, seed=config.seed)
     window, report, validations = Window(), Report(), Validations(config.early_stopping_patience)
 
-    def save(to: Path) -> None:
-        save_adapter(to, model, adaptation, config.model)
+    def good_weights() -> dict[str, mx.array] | None:
+        # In full fine-tuning a copy would cost as much memory as the model: none is kept.
+        return None if adaptation.fine_tune_type == "full" else flat(model.trainable_parameters())
 
-    def validate(iteration: int) -> None:
-        result = evaluate(
-            model,
-            samples["valid"],
-            batch_size=config.batch_size,
-            max_seq_length=config.max_seq_length,
-            batches=config.val_batches,
-            cache_threshold=config.clear_cache_threshold,
-            progress=console.validating,
-        )
+    def save(to: Path, weights: dict[str, mx.array] | None = None) -> None:
+        weights = flat(model.trainable_parameters()) if weights is None else weights
+        save_adapter(to, weights, adaptation, config.model)
+        metrics.write("save", iteration=iteration, path=str(to.relative_to(folder)))
+
+    def validate() -> None:
+        try:
+            result = evaluate(
+                model,
+                samples["valid"],
+                batch_size=config.batch_size,
+                max_seq_length=config.max_seq_length,
+                batches=config.val_batches,
+                cache_threshold=config.clear_cache_threshold,
+                progress=console.validating,
+            )
+        except TrainingStopped as stop:
+            raise TrainingStopped(f"validation at iteration {iteration}: {stop}") from stop
         peak = read_memory().peak_memory_gb
         console.validation(iteration, result.loss, peak)
         values = {"loss": result.loss, "supervised_tokens": result.supervised_tokens, "seconds": result.seconds}
@@ -74,49 +91,53 @@ def train(
     ):
         metrics.write("header", **header)
         iteration = 0
+        good = good_weights()
         try:
             if samples["valid"]:
-                validate(0)
+                validate()
             model.train()
             for iteration in range(1, iterations + 1):
                 report.start()
-                batch = collate(samples["train"], next(stream)[1], max_tokens=config.max_seq_length)
+                batch = collate(rows, next(stream)[1], max_tokens=config.max_seq_length)
                 loss, gradients = step(batch)
                 window.add(gradients, batch)
                 mx.eval(loss, window.gradients)
-                guard("loss", scalar(loss), iteration, [samples["train"][i].where for i in batch.rows])
+                guard("loss", scalar(loss), iteration, [rows[i].where for i in batch.rows])
+                good = good_weights()
                 if iteration % config.grad_accumulation_steps == 0 or iteration == iterations:
                     mean, norm = window.mean(config.max_grad_norm)
-                    guard("gradient norm", scalar(norm), iteration, [samples["train"][i].where for i in window.rows])
+                    guard("gradient norm", scalar(norm), iteration, [rows[i].where for i in window.rows])
                     optimizer.update(model, mean)
                     mx.eval(model.trainable_parameters(), optimizer.state)
                     report.grad_norm, window = scalar(norm), Window()
                 clear_cache_above(config.clear_cache_threshold)
-                report.add(scalar(loss), batch, sum(len(samples["train"][i].ids) - 1 for i in batch.rows))
+                report.add(scalar(loss), batch, sum(len(rows[i].ids) - 1 for i in batch.rows))
                 console.advance(iteration)
                 if iteration % config.steps_per_report == 0 or iteration == iterations:
                     values = report.finish()
                     report = Report(grad_norm=report.grad_norm)
-                    console.train_report(iteration, values["loss"], values["tokens_per_second"])
                     rate = scalar(optimizer.learning_rate)
                     metrics.write("train", iteration=iteration, learning_rate=rate, **values, **asdict(read_memory()))
+                    console.train_report(iteration, values["loss"], values["tokens_per_second"])
                 if samples["valid"] and (iteration % config.steps_per_eval == 0 or iteration == iterations):
-                    validate(iteration)
+                    validate()
                 if iteration % config.save_every == 0:
                     save(checkpoint_folder(folder, iteration))
                     drop_old_checkpoints(folder, config.keep_checkpoints)
-                    metrics.write("save", iteration=iteration)
                 if validations.exhausted and iteration < iterations:
                     console.line(f"stopped early: {validations.since_best} validations without a lower loss")
                     metrics.write("stop", iteration=iteration, reason="early stopping")
                     break
-        except (TrainingStopped, KeyboardInterrupt) as stop:
             save(folder)
-            metrics.write("stop", iteration=iteration, reason=str(stop) or "interrupted")
-            console.line(f"stopped at iteration {iteration}; the adapter so far is in {folder}")
+        except BaseException as stop:
+            metrics.write("stop", iteration=iteration, reason=str(stop) or type(stop).__name__)
+            bad = isinstance(stop, TrainingStopped)
+            if not bad or good is not None:
+                save(folder, good if bad else None)
+                console.line(f"stopped at iteration {iteration}; the last good adapter is in {folder}")
+            if isinstance(stop, KeyboardInterrupt):
+                raise Interrupted(f"interrupted at iteration {iteration}") from stop
             raise
-        save(folder)
-        metrics.write("save", iteration=iteration)
 
 
 def count_iterations(config: RunConfig, rows: list[Sample]) -> int:

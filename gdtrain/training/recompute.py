@@ -39,8 +39,9 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
                 return kind.__call__(self, x, mask)
 
             parameters = self.trainable_parameters()
-            y = mx.checkpoint(run)(parameters, x)
-            self.update(parameters)
-            return y
+            try:
+                return mx.checkpoint(run)(parameters, x)
+            finally:
+                self.update(parameters)
 
     return Recomputed

@@ -1,28 +1,53 @@
 """The run directory: adapter, resolved config, metrics and checkpoints, and where an earlier run goes."""
 
+import itertools
 import shutil
 from pathlib import Path
 
 from gdtrain.errors import UserError
+from gdtrain.model.lora import ADAPTER_CONFIG, ADAPTER_FILE
 
 CONFIG_FILE, METRICS_FILE, CHECKPOINTS, BEST = "config.yaml", "metrics.jsonl", "checkpoints", "best"
+_OF_A_RUN = (ADAPTER_FILE, ADAPTER_CONFIG, CONFIG_FILE, METRICS_FILE, CHECKPOINTS, BEST)
 
 
-def prepare_run_directory(folder: Path) -> Path | None:
-    """Make the directory. An earlier run in it is moved to `<name>-1`, `<name>-2`, ..., never overwritten.
+def run_directory(adapter_path: str) -> Path:
+    """The directory that a config's adapter_path names; ~ is the home directory."""
+    return Path(adapter_path).expanduser()
+
+
+def check_run_directory(folder: Path) -> None:
+    """Raise UserError if the path is a file or lies below one."""
+    for path in (folder, *folder.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise UserError(
+                    f"adapter_path: {folder}: {path} is a file; accepted: a directory, which need not exist"
+                )
+            return
+
+
+def make_run_directory(folder: Path) -> Path | None:
+    """Make the directory. What an earlier run or another tool's adapter left in it is moved to a new directory beside
+    it, `<name>-1`, `<name>-2`, ..., never overwritten.
 
     Returns:
-        Where the earlier run went, or None.
+        Where the earlier files went, or None.
 
     Raises:
-        UserError: the path is a file or cannot be written.
+        UserError: the directory cannot be made or written.
     """
+    earlier = [folder / name for name in _OF_A_RUN if (folder / name).exists()]
     moved = None
     try:
-        if folder.is_dir() and (folder / METRICS_FILE).exists():
-            moved = next(p for n in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}-{n}")).exists())
-            folder.rename(moved)
         folder.mkdir(parents=True, exist_ok=True)
+        if earlier:
+            if folder.resolve() == Path.cwd():
+                raise UserError(f"adapter_path: {folder} holds an earlier run; name another directory, or move it")
+            moved = next(p for n in itertools.count(1) if not (p := folder.with_name(f"{folder.name}-{n}")).exists())
+            moved.mkdir()
+            for path in earlier:
+                path.rename(moved / path.name)
         (folder / METRICS_FILE).touch()
     except OSError as error:
         raise UserError(f"adapter_path: {folder} cannot be used: {error.strerror}") from error
@@ -48,7 +73,7 @@ def find_adapter(run: Path, checkpoint: str) -> Path:
     if checkpoint == "last":
         return run
     folder = run / BEST if checkpoint == "best" else None
-    if folder is None and checkpoint.isdigit():
+    if folder is None and checkpoint.isdecimal():
         folder = checkpoint_folder(run, int(checkpoint))
     if folder is None or not folder.is_dir():
         kept = sorted(p.name for p in (run / CHECKPOINTS).glob("*"))

@@ -53,9 +53,10 @@ def build_step(model: nn.Module, *, compiled: bool) -> LossAndGradients:
 
     def step(batch: Batch) -> tuple[mx.array, Any]:
         parameters = model.trainable_parameters()
-        result = loss_and_gradients(parameters, batch.inputs, supervised_positions(batch))
-        model.update(parameters)  # tracing left its placeholders there
-        return result
+        try:
+            return loss_and_gradients(parameters, batch.inputs, supervised_positions(batch))
+        finally:
+            model.update(parameters)  # tracing left its placeholders there
 
     return step
 

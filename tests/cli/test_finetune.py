@@ -1,0 +1,670 @@
+"""gdtrain finetune: what a run prints, writes and computes."""
+
+import math
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import yaml
+from command import SCRIPT, adapter, call, distance, environ, evaluated, finish, metrics, write_config, write_rows
+from conftest import ITERATIONS
+from mini import FAMILIES, toy_tokenizer, write_checkpoint
+
+from gdtrain.config_file import dump_yaml, load_config
+
+# The run of conftest: validations every 5 of 22 iterations, checkpoints every 5 (2 kept), reports every 4
+
+VALIDATED = [0, 5, 10, 15, 20, 22]
+
+
+def test_run_succeeds(finished):
+    result, _ = finished
+    assert (result.code, result.err) == (0, "")
+
+
+def test_run_directory(trained):
+    files = {str(p.relative_to("run")) for p in Path("run").rglob("*") if p.is_file()}
+    adapters = {"adapters.safetensors", "adapter_config.json"}
+    expected = adapters | {"config.yaml", "metrics.jsonl"}
+    for folder in ("best", "checkpoints/0000015", "checkpoints/0000020"):
+        expected |= {f"{folder}/{name}" for name in adapters}
+    assert files == expected
+
+
+def test_saved_config_is_the_effective_one(trained):
+    effective = load_config(Path("c.yaml"), [f"iters={ITERATIONS}"])
+    assert load_config(Path("run/config.yaml")) == effective
+    assert effective.iters == ITERATIONS != load_config(Path("c.yaml")).iters
+
+
+def test_kinds_of_records(trained):
+    kinds = [record["kind"] for record in metrics("run")]
+    assert kinds[0] == "header"
+    assert kinds.count("header") == 1
+    assert set(kinds) == {"header", "train", "val", "save"}
+
+
+def test_header_record(trained):
+    (header,) = metrics("run", "header")
+    weights = adapter("run")
+    model = mx.load(str(Path(load_config(Path("c.yaml")).model, "model.safetensors")))
+    assert header["mlx"] == mx.__version__
+    assert header["kernel"] == "chunked"
+    assert "CPU" in header["kernel_reason"]
+    assert header["device"].startswith("cpu")
+    assert (header["gdn_layers"], header["gdn_layers_swapped"]) == (3, 3)
+    assert header["trainable_parameters"] == sum(x.size for x in weights.values())
+    # Without the adapter; mlx-lm, whose count this is, leaves out the few parameters that are in no layer of their own.
+    assert header["total_parameters"] == pytest.approx(sum(x.size for x in model.values()), rel=1e-3)
+    # "yes yes" is seven tokens, and the turn ends with one more.
+    assert header["supervised_tokens"] == 12 * 8
+    assert {"gdtrain", "mlx_lm"} <= header.keys()
+
+
+def test_train_records(trained):
+    records = metrics("run", "train")
+    assert [record["iteration"] for record in records] == [4, 8, 12, 16, 20, 22]
+    for record, batches in zip(records, [4, 4, 4, 4, 4, 2], strict=True):
+        assert record["supervised_tokens"] == batches * 2 * 8
+        assert record["learning_rate"] == pytest.approx(5e-3, rel=1e-6)
+        for key in ("loss", "grad_norm", "tokens_per_second", "iterations_per_second", "active_memory_gb"):
+            assert record[key] > 0
+        assert record["peak_memory_gb"] >= record["active_memory_gb"]
+        assert record["cache_memory_gb"] >= 0
+
+
+def test_val_records(trained):
+    records = metrics("run", "val")
+    assert [record["iteration"] for record in records] == VALIDATED
+    for record in records:
+        assert record["supervised_tokens"] == 5 * 8
+        assert record["seconds"] > 0
+        assert record["peak_memory_gb"] > 0
+    peaks = [record["peak_memory_gb"] for record in records]
+    assert peaks == sorted(peaks)
+
+
+def test_save_records(trained):
+    saves = [(record["iteration"], record["path"]) for record in metrics("run", "save") if record["path"] != "best"]
+    assert saves == [*((n, f"checkpoints/{n:07d}") for n in (5, 10, 15, 20)), (22, ".")]
+
+
+def test_loss_falls(trained):
+    losses = [record["loss"] for record in metrics("run", "val")]
+    assert losses[-1] < 0.5 * losses[0]
+    train = [record["loss"] for record in metrics("run", "train")]
+    assert train[-1] < 0.7 * train[0]
+
+
+def test_console(finished):
+    result, folder = finished
+    lines = result.out.splitlines()
+    (header,) = metrics(folder / "run", "header")
+    assert (folder / "run/config.yaml").read_text() in result.out
+    assert "train: 12 of 12 rows kept" in result.out
+    assert "96 supervised" in result.out
+    assert "3 of 3 GDN layers" in result.out
+    assert f"{header['kernel']}: {header['kernel_reason']}" in result.out
+    assert f"{header['trainable_parameters']:,} of {header['total_parameters']:,} parameters" in result.out
+    assert lines[-1] == "saved: run"
+
+
+def test_table_of_validations(finished):
+    result, folder = finished
+    lines = result.out.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.split() == ["Iter", "|", "Val", "loss", "|", "Peak", "mem"]]
+    assert len(heads) == 1
+    rows = [re.fullmatch(r" *(\d+) \| +(\d+\.\d{3}) \| +(\d+\.\d{3}) GB", line) for line in lines[heads[0] + 1 :]]
+    shown = [(int(row[1]), row[2], row[3]) for row in rows if row]
+    records = metrics(folder / "run", "val")
+    assert shown == [(r["iteration"], f"{r['loss']:.3f}", f"{r['peak_memory_gb']:.3f}") for r in records]
+
+
+def test_table_of_targets(finished):
+    """C45: every projection of attention, GDN and MLP, in all blocks that have it."""
+    result, _ = finished
+    shown = dict(re.findall(r"^((?:linear_attn|self_attn|mlp)\.\w+) +(\d+) +[\d,]+$", result.out, re.MULTILINE))
+    linear = {f"linear_attn.{name}": "3" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")}
+    attention = {f"self_attn.{name}_proj": "1" for name in "qkvo"}
+    assert shown == linear | attention | {f"mlp.{name}_proj": "4" for name in ("gate", "up", "down")}
+
+
+def test_piped_output_is_plain(finished):
+    result, _ = finished
+    assert not re.findall(r"[^\n -\U0010ffff]|\x7f", result.out + result.err)
+
+
+def on_a_terminal(*args: object, **environment: str) -> tuple[int, str]:
+    """Exit code and everything that the command writes to a terminal of 100 columns."""
+    leader, follower = pty.openpty()
+    child = subprocess.Popen(
+        [SCRIPT, *map(str, args)],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=environ(TERM="xterm-256color", COLUMNS="100", **environment),
+    )
+    os.close(follower)
+    written = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # Linux says so when the child has ended
+            break
+        if not part:
+            break
+        written += part
+    os.close(leader)
+    return child.wait(timeout=60), written.decode(errors="replace")
+
+
+COLOUR = re.compile(r"\x1b\[[\d;]*(?<!\d)(3\d|4\d|9\d|10\d)(;[\d;]*)?m")
+
+
+def test_progress_bar_on_a_terminal(config):
+    config()
+    code, written = on_a_terminal("finetune", "c.yaml")
+    assert code == 0
+    assert "2/2" in written
+    assert COLOUR.search(written)
+    code, written = on_a_terminal("finetune", "c.yaml", NO_COLOR="1")
+    assert code == 0
+    assert "2/2" in written
+    assert not COLOUR.search(written)
+
+
+# What goes in
+
+
+def test_override_wins_and_is_saved(config):
+    """C39."""
+    config(lora_parameters={"rank": 8}, seed=3)
+    out = finish("finetune", "c.yaml", "--set", "lora_parameters.rank=2", "--set", "seed=4")
+    saved = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert (saved["lora_parameters"]["rank"], saved["seed"]) == (2, 4)
+    assert "  rank: 2\n" in out
+    assert {min(x.shape) for x in adapter("run").values()} == {2}
+    assert metrics("run")[-1]["iteration"] == 2
+
+
+@pytest.mark.parametrize("rate", ["1e-5", "'1e-5'", "1.0e-5"])
+def test_numbers_may_be_written_in_any_way(rate, config):
+    """C37."""
+    with config().open("a") as file:
+        file.write(f"learning_rate: {rate}\n")
+    text = Path("c.yaml").read_text().replace("learning_rate: 0.005\n", "")
+    Path("c.yaml").write_text(text)
+    finish("finetune", "c.yaml", "--set", "iters=1")
+    assert metrics("run", "train")[0]["learning_rate"] == pytest.approx(1e-5, rel=1e-6)
+
+
+TEXT = {"text": "abcdefgh"}
+PAIR = {"prompt": "123456", "completion": "abc"}
+CHAT = {"messages": [{"role": "user", "content": "123456"}, {"role": "assistant", "content": "abc"}]}
+ROUNDS = {"messages": [turn for _ in range(3) for turn in CHAT["messages"]]}
+# The plain template adds "<|im_start|>user\n" and "<|im_end|>\n", "<|im_start|>assistant\n" and "<|im_end|>\n".
+FRAME = (6 + 2) + (11 + 2)
+KINDS = {
+    "text": (TEXT, {}, 8),  # eight characters and the end, of which the first is no target
+    "pair": (PAIR, {}, FRAME + 9 - 1),
+    "chat": (CHAT, {}, FRAME + 9 - 1),
+    "pair, masked": (PAIR, {"mask_prompt": True}, 3 + 1),  # C19: the completion and the end of the turn
+    "chat, masked": (CHAT, {"mask_prompt": True}, 3 + 1),
+    "three rounds": (ROUNDS, {"mask_prompt": True}, 3 * (3 + 1)),  # C23
+    "the last of three": (ROUNDS, {"mask_prompt": True, "supervise": "last"}, 3 + 1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_data(kind, config):
+    row, keys, supervised = KINDS[kind]
+    config(data="rows", batch_size=4, iters=1, **keys)
+    write_rows("rows/train.jsonl", [row] * 4)
+    write_rows("rows/valid.jsonl", [row])
+    finish("finetune", "c.yaml")
+    assert metrics("run", "header")[0]["supervised_tokens"] == 4 * supervised
+    assert metrics("run", "train")[0]["supervised_tokens"] == 4 * supervised
+    assert [record["supervised_tokens"] for record in metrics("run", "val")] == [supervised, supervised]
+
+
+def test_empty_answer(config):
+    """C17: only the end of the turn counts."""
+    config(data="rows", mask_prompt=True)
+    write_rows("rows/train.jsonl", [PAIR, {"prompt": "123", "completion": ""}])
+    finish("finetune", "c.yaml")
+    assert metrics("run", "header")[0]["supervised_tokens"] == 4 + 1
+    assert all(math.isfinite(record["loss"]) for record in metrics("run", "train"))
+
+
+def test_row_whose_answer_is_cut_off(config):
+    """C18: skipped and counted."""
+    config(data="rows", mask_prompt=True, max_seq_length=40)
+    write_rows("rows/train.jsonl", [PAIR, {"prompt": "1" * 50, "completion": "abc"}, PAIR])
+    out = finish("finetune", "c.yaml")
+    assert "train: 2 of 3 rows kept" in out
+    assert out.count("cut off") == 1
+    assert metrics("run", "header")[0]["train_rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("on_long", "kept", "said"), [("truncate", 3, "1 rows cut to 40"), ("drop", 2, "1 rows dropped")]
+)
+def test_long_rows(on_long, kept, said, config):
+    """C42."""
+    config(data="rows", max_seq_length=40, on_long=on_long)
+    write_rows("rows/train.jsonl", [TEXT, {"text": "a" * 60}, TEXT])
+    out = finish("finetune", "c.yaml")
+    assert f"train: {kept} of 3 rows kept" in out
+    assert out.count(said) == 1
+    assert "lost" in out
+    assert metrics("run", "header")[0]["train_rows"] == kept
+
+
+def test_windows_file(config):
+    """C33: byte order mark, CRLF, blank lines."""
+    config(data="rows")
+    Path("rows").mkdir()
+    Path("rows/train.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\r\n\r\n{"text": "abc"}\r\n\r\n')
+    assert "train: 2 of 2 rows kept" in finish("finetune", "c.yaml")
+
+
+def test_no_validation_rows(config):
+    """C31: one warning, training goes on."""
+    config()
+    Path("data/valid.jsonl").unlink()
+    out = finish("finetune", "c.yaml")
+    assert out.count("warning") == 1
+    assert "no validation rows" in out
+    assert "Val loss" not in out
+    assert metrics("run", "val") == []
+    assert not Path("run/best").exists()
+    assert Path("run/adapters.safetensors").is_file()
+
+
+def test_fewer_validation_rows_than_a_batch(config):
+    """C30."""
+    config(batch_size=4)
+    write_rows("data/valid.jsonl", [TEXT])
+    write_rows("data/train.jsonl", [TEXT] * 4)
+    finish("finetune", "c.yaml")
+    records = metrics("run", "val")
+    assert [(record["iteration"], record["supervised_tokens"]) for record in records] == [(0, 8), (2, 8)]
+    assert all(0 < record["loss"] < 50 for record in records)
+
+
+# How it trains
+
+
+def test_partial_window_is_applied(config):
+    """C21: 10 iterations in windows of 4 are updates at 4, 8 and 10."""
+    config(iters=10, grad_accumulation_steps=4, steps_per_report=1, steps_per_eval=100)
+    finish("finetune", "c.yaml")
+    norms = [record["grad_norm"] for record in metrics("run", "train")]
+    assert norms[:3] == [None] * 3
+    assert [i + 1 for i in range(3, 10) if norms[i] != norms[i - 1]] == [4, 8, 10]
+    ten = adapter("run")
+    finish("finetune", "c.yaml", "--set", "iters=8")
+    eight = adapter("run")
+    assert all(distance(ten[name], eight[name]) > 0 for name in ten if name.endswith("lora_b"))
+
+
+def test_window_weighs_tokens(config):
+    """C20: four batches of one row are one batch of four, however long the rows are."""
+    rows = [{"text": "ab" * (length // 2)} for length in (10, 50, 200, 7)]
+    write_rows("rows/train.jsonl", rows)
+    config(data="rows", optimizer="sgd", learning_rate=0.1, batch_size=4, iters=1)
+    finish("finetune", "c.yaml")
+    whole, (record,) = adapter("run"), metrics("run", "train")
+    overrides = ["--set", "batch_size=1", "--set", "iters=4"]
+    finish("finetune", "c.yaml", *overrides, "--set", "grad_accumulation_steps=4")
+    parts = adapter("run")
+    # float32 sums in another order: about 1e-6 apart; the mean of four means is further than 0.1.
+    for name in whole:
+        if name.endswith("lora_b"):
+            assert distance(parts[name], whole[name]) < 1e-4, name
+    assert metrics("run", "train")[-1]["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-5)
+    finish("finetune", "c.yaml", *overrides)
+    steps = adapter("run")
+    assert max(distance(steps[name], whole[name]) for name in whole if name.endswith("lora_b")) > 1e-2
+
+
+@pytest.mark.parametrize(("epochs", "iterations"), [(2, 12), (0.5, 3)])
+def test_epochs(epochs, iterations, config):
+    config(iters=None, epochs=epochs, steps_per_report=100)
+    finish("finetune", "c.yaml")
+    assert metrics("run", "header")[0]["iterations"] == iterations
+    assert metrics("run", "train")[-1]["iteration"] == iterations
+    assert load_config(Path("run/config.yaml")) == load_config(Path("c.yaml"))
+
+
+def test_same_seed_same_run(config):
+    config(iters=6, steps_per_report=1, steps_per_eval=3, lora_parameters={"dropout": 0.1})
+
+    def losses(seed: int) -> list[float]:
+        finish("finetune", "c.yaml", "--set", f"seed={seed}")
+        return [record["loss"] for record in metrics("run") if "loss" in record]
+
+    first = losses(1)
+    assert len(first) == 6 + 3
+    assert losses(1) == first
+    assert losses(2)[2:] != first[2:]
+
+
+def test_best_and_early_stopping(config):
+    """C62: trained on other texts than it is validated on, the loss soon rises."""
+    write_rows("rows/train.jsonl", [{"text": "zzzzzzzzzz"}] * 2)
+    write_rows("rows/valid.jsonl", [{"text": "abcdefghij"}])
+    config(data="rows", iters=60, steps_per_eval=2, learning_rate=0.02, early_stopping_patience=3)
+    out = finish("finetune", "c.yaml")
+    losses = [record["loss"] for record in metrics("run", "val")]
+    best = losses.index(min(losses))
+    assert len(losses) - 1 == best + 3
+    (stop,) = metrics("run", "stop")
+    assert stop["iteration"] == 2 * (len(losses) - 1) < 60
+    assert "early stopping" in stop["reason"]
+    assert "stopped early" in out
+    assert evaluated("run", "--checkpoint", "best")["loss"] == pytest.approx(min(losses), abs=1e-12)
+    assert evaluated("run")["loss"] == pytest.approx(losses[-1], abs=1e-12)
+    assert losses[-1] > min(losses)
+
+
+def test_starting_from_an_adapter(config):
+    """Its validation at 0 is the last one of the run that made it."""
+    config(adapter_path="first")
+    finish("finetune", "c.yaml")
+    config(resume_adapter_file="first/adapters.safetensors")
+    finish("finetune", "c.yaml")
+    first, then = metrics("first", "val"), metrics("run", "val")
+    assert then[0]["loss"] == pytest.approx(first[-1]["loss"], abs=1e-12)
+    assert then[0]["loss"] != first[0]["loss"]
+
+
+# A file as mlx_lm.lora's users have it, with every key of its example.
+EXISTING = """\
+# The path to the local model directory or Hugging Face repo.
+model: "{model}"
+train: true
+fine_tune_type: lora
+optimizer: adamw
+optimizer_config:
+  adamw:
+    betas: [0.9, 0.98]
+    eps: 1e-6
+    weight_decay: 0.05
+    bias_correction: true
+data: "data"
+seed: 0
+num_layers: 4
+batch_size: 4
+iters: 6
+val_batches: 25
+learning_rate: 1e-5
+steps_per_report: 1
+steps_per_eval: 200
+grad_accumulation_steps: 1
+resume_adapter_file: null
+adapter_path: "adapters"
+save_every: 100
+test: true
+test_batches: 100
+max_seq_length: 2048
+grad_checkpoint: false
+clear_cache_threshold: 0
+mask_prompt: false
+report_to: null
+project_name: null
+lora_parameters:
+  keys: ["self_attn.q_proj", "self_attn.v_proj"]
+  rank: 8
+  scale: 20.0
+  dropout: 0.0
+lr_schedule:
+  name: cosine_decay
+  warmup: 2
+  warmup_init: 1e-7
+  arguments: [1e-2, 1000, 1e-7]
+"""
+
+
+def test_existing_config_of_mlx_lm(work, checkpoint):
+    Path("c.yaml").write_text(EXISTING.format(model=checkpoint))
+    out = finish("finetune", "c.yaml")
+    names = {name.split("layers.")[1].rsplit(".", 1)[0] for name in adapter("adapters")}
+    assert names == {"3.self_attn.q_proj", "3.self_attn.v_proj"}
+    rates = [record["learning_rate"] for record in metrics("adapters", "train")]
+    assert rates[:3] == pytest.approx([1e-7, (1e-7 + 1e-2) / 2, 1e-2], rel=1e-4)
+    (shown,) = re.findall(r"^test loss (\d+\.\d{3}),", out, re.MULTILINE)
+    assert shown == f"{evaluated('adapters', '--split', 'test')['loss']:.3f}"
+
+
+@pytest.mark.parametrize("keys", [{"train": False, "test": True}, {"test": True}], ids=["only", "after training"])
+def test_test_loss(keys, config):
+    """`test: true` as in mlx-lm: after training, or alone with the adapter of adapter_path."""
+    config(iters=4)
+    finish("finetune", "c.yaml")
+    config(iters=4, **keys)
+    out = finish("finetune", "c.yaml")
+    (shown,) = re.findall(r"test loss (\d+\.\d{3})", out)
+    assert shown == f"{evaluated('run', '--split', 'test')['loss']:.3f}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, family_run):
+    """C11."""
+    folder = family_run(family)
+    assert "3 of 3 GDN layers" in (folder / "console.txt").read_text()
+    losses = [record["loss"] for record in metrics(folder / "run", "val")]
+    assert losses[1] < losses[0]
+    names = {name.split("layers.")[1].split(".", 1)[1] for name in adapter(folder / "run")}
+    leaf = "in_proj_qkvz" if family == "qwen3_next" else "in_proj_qkv"
+    assert f"linear_attn.{leaf}.lora_a" in names
+    routers = [name for name in names if re.match(r"mlp\.(gate|shared_expert_gate)\.", name)]
+    assert routers == []  # C48
+
+
+@pytest.mark.parametrize("kind", ["dora", "full"])
+def test_other_kinds_of_fine_tuning(kind, config):
+    config(fine_tune_type=kind, learning_rate=1e-3)
+    finish("finetune", "c.yaml")
+    losses = [record["loss"] for record in metrics("run", "val")]
+    assert losses[-1] < losses[0]
+    assert evaluated("run")["loss"] == pytest.approx(losses[-1], abs=1e-12)
+
+
+# Earlier runs
+
+
+def test_earlier_run_is_moved_aside(config):
+    config()
+    finish("finetune", "c.yaml")
+    earlier = {p.name: p.read_bytes() for p in Path("run").iterdir() if p.is_file()}
+    Path("run-1").mkdir()
+    out = finish("finetune", "c.yaml", "--set", "seed=7")
+    assert "run held an earlier run or adapter; it is now in run-2" in out
+    assert {p.name: p.read_bytes() for p in Path("run-2").iterdir() if p.is_file()} == earlier
+    assert [record["iteration"] for record in metrics("run", "val")] == [0, 2]
+    assert list(Path("run-1").iterdir()) == []
+
+
+def test_adapter_of_another_tool_is_kept(config):
+    """mlx-lm's folder has no metrics.jsonl."""
+    Path("run").mkdir()
+    Path("run/adapters.safetensors").write_bytes(b"precious")
+    Path("run/adapter_config.json").write_text("{}")
+    config()
+    call("finetune", "c.yaml")
+    assert [p for p in Path().glob("run*/adapters.safetensors") if p.read_bytes() == b"precious"]
+
+
+def test_current_directory_as_run_directory(config):
+    config(adapter_path=".")
+    finish("finetune", "c.yaml")
+    first = Path("adapters.safetensors").read_bytes()
+    result = call("finetune", "c.yaml", "--set", "seed=1")
+    assert result.code in (0, 2)
+    assert any(p.read_bytes() == first for p in Path().rglob("adapters.safetensors"))
+
+
+def test_home_is_expanded(config, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config(adapter_path="~/runs/a")
+    finish("finetune", "c.yaml")
+    assert (tmp_path / "home/runs/a/adapters.safetensors").is_file()
+    assert not Path("~").exists()
+
+
+# How it stops
+
+
+def start(*args: object) -> subprocess.Popen:
+    """A run in a new process that has said its first train loss."""
+    child = subprocess.Popen(
+        [SCRIPT, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ()
+    )
+    assert child.stdout is not None
+    assert any("train loss" in line for line in child.stdout)
+    return child
+
+
+def test_interrupt_saves(config):
+    config(iters=100_000, steps_per_report=1, steps_per_eval=100_000)
+    child = start("finetune", "c.yaml")
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in out + err
+    (stop,) = metrics("run", "stop")
+    assert 1 <= stop["iteration"] < 100_000
+    trained = [name for name, x in adapter("run").items() if name.endswith("lora_b") and np.abs(x).max() > 0]
+    assert len(trained) > 20
+    assert evaluated("run")["loss"] != metrics("run", "val")[0]["loss"]
+    assert not list(Path("run").rglob("partial*"))
+
+
+def test_interrupt_is_said(config, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gdtrain.commands.finetune.open_session", interrupted)
+    config()
+    assert call("finetune", "c.yaml")[::2] == (130, "gdtrain: interrupted\n")
+    assert "Traceback" in call("finetune", "c.yaml", "--debug").err
+    assert not Path("run").exists()
+
+
+def test_interrupt_within_a_compiled_step(config, monkeypatch):
+    """While a step is traced, the model holds placeholders."""
+    from gdtrain.training import step
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    real = step.token_loss
+    monkeypatch.setattr(step, "token_loss", interrupted)
+    config(compile=True)
+    Path("data/valid.jsonl").unlink()
+    mx.enable_compile()  # nothing is built: the first trace is where it ends
+    try:
+        result = call("finetune", "c.yaml")
+    finally:
+        mx.disable_compile()
+    assert result.code == 130
+    monkeypatch.setattr(step, "token_loss", real)
+    losses = [evaluated("run", "--split", "train", *more)["loss"] for more in ([], ["--no-adapter"])]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+
+
+def test_closed_pipe_saves(config):
+    """`gdtrain finetune ... | head`: whatever the exit code, the work is not lost."""
+    config(iters=8, steps_per_report=1, steps_per_eval=100)
+    child = start("finetune", "c.yaml")
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    err = child.stderr.read()
+    child.wait(timeout=60)
+    assert "Traceback" not in err
+    assert Path("run/adapters.safetensors").is_file()
+
+
+@pytest.fixture
+def poisoned(work, checkpoint):
+    """A checkpoint with one weight that is not a number."""
+    shutil.copytree(checkpoint, "poisoned")
+    tensors = dict(mx.load("poisoned/model.safetensors"))
+    name = "language_model.model.layers.2.mlp.down_proj.weight"
+    tensors[name] = mx.where(mx.arange(tensors[name].size).reshape(tensors[name].shape) == 5, math.nan, tensors[name])
+    mx.save_safetensors("poisoned/model.safetensors", tensors)
+    return "poisoned"
+
+
+def test_loss_that_is_not_finite(config, poisoned):
+    config(model=poisoned, data="rows")
+    write_rows("rows/train.jsonl", [TEXT, TEXT])
+    result = call("finetune", "c.yaml")
+    assert result.code == 3
+    assert result.err.startswith("gdtrain: iteration 1: the loss is nan")
+    assert "train.jsonl:1" in result.err
+    assert "train.jsonl:2" in result.err
+    assert "Traceback" not in result.err
+    assert len(result.err.splitlines()) == 1
+    (stop,) = metrics("run", "stop")
+    assert stop["iteration"] == 1
+    assert "nan" in stop["reason"]
+
+
+def test_validation_that_is_not_finite(config, poisoned):
+    config(model=poisoned)
+    result = call("finetune", "c.yaml")
+    assert result.code == 3
+    assert "nan" in result.err
+    assert "valid.jsonl:1" in result.err
+    assert metrics("run", "stop")[0]["iteration"] == 0
+    result = call("eval", "run", "--split", "test")
+    assert result.code == 3
+    assert "test.jsonl:1" in result.err
+
+
+def test_last_good_adapter_is_kept(config):
+    """An update of this size leaves finite weights whose loss is not finite; they are not to be saved."""
+    config(optimizer="sgd", learning_rate=1e30, iters=5, steps_per_report=1)
+    result = call("finetune", "c.yaml")
+    assert result.code == 3
+    assert result.err.startswith("gdtrain: iteration 2: ")
+    assert math.isfinite(evaluated("run")["loss"])
+
+
+def test_printed_config_is_one(config):
+    """What is printed can be saved and run again."""
+    config(lora_parameters={"alpha": 16, "rank": 4}, lr_schedule={"name": "cosine_decay", "arguments": [1e-3, 10]})
+    out = finish("finetune", "c.yaml")
+    printed = out.split("# resolved config\n")[1].split("\n\n")[0] + "\n"
+    Path("again.yaml").write_text(printed)
+    assert load_config(Path("again.yaml")) == load_config(Path("c.yaml"))
+    assert printed == dump_yaml(load_config(Path("c.yaml")))
+
+
+def test_embedded_model(work):
+    """`model: tiny` in its own precision, on data of this machine."""
+    write_config(model="tiny", data="data", adapter_path="run", iters=2, batch_size=2, learning_rate=1e-2)
+    out = finish("finetune", "c.yaml")
+    assert "tiny: 3 of 3 GDN layers" in out
+    losses = [record["loss"] for record in metrics("run", "val")]
+    assert losses[-1] < losses[0]
+
+
+def test_model_with_thinking_template(work):
+    """The think block that Qwen's template writes belongs to the answer, unless inference writes it."""
+    write_checkpoint(Path("thinking"), tokenizer=toy_tokenizer("qwen"))
+    write_rows("rows/train.jsonl", [PAIR] * 2)
+    write_config(model="thinking", data="rows", adapter_path="run", iters=1, batch_size=2, mask_prompt=True)
+    finish("finetune", "c.yaml", "--set", "enable_thinking=false")
+    assert metrics("run", "header")[0]["supervised_tokens"] == 2 * (3 + 1)
