@@ -13,6 +13,7 @@ from gdtrain.training.recompute import recomputed_blocks
 from gdtrain.training.step import build_step
 
 RAGGED = mini.samples(5, 17, 33, 64)
+SHORT = mini.samples(5, 17, 30)
 
 # Relative L2 per tensor. Recomputing runs the same operations again: measured 0, and another kernel choice of MLX may
 # round differently. Rows in a batch are summed in another order than one by one: measured 3e-7.
@@ -36,8 +37,8 @@ def errors(got, want):
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
 @pytest.mark.parametrize("family", mini.FAMILIES)
 def test_recomputing_changes_nothing(family, kind):
-    model = mini.trainable(family, lora={"fine_tune_type": kind})
-    batch = mini.batch(RAGGED)
+    model = mini.trainable(family, chunk_size=8, lora={"fine_tune_type": kind})
+    batch = mini.batch(SHORT)
     loss, want = gradients_of(model, batch)
     recomputed_loss, got = gradients_of(model, batch, recompute=True)
     assert recomputed_loss == pytest.approx(loss, rel=RECOMPUTED)
@@ -48,7 +49,7 @@ def test_recomputing_changes_nothing(family, kind):
 @pytest.mark.parametrize("lora", [{"keys": ["q_proj"]}, {"keys": ["in_proj_a"]}, {"num_layers": 1}])
 def test_recomputing_blocks_of_which_some_have_nothing_to_train(lora):
     model = mini.trainable(lora=lora)
-    batch = mini.batch(RAGGED)
+    batch = mini.batch(SHORT)
     _, want = gradients_of(model, batch)
     _, got = gradients_of(model, batch, recompute=True)
     assert max(errors(got, want).values()) <= RECOMPUTED
@@ -64,7 +65,7 @@ def test_recomputing_really_runs_the_blocks_again(family, monkeypatch):
     counts = []
     for recompute in (False, True):
         calls.clear()
-        gradients_of(model, mini.batch(RAGGED), recompute=recompute)
+        gradients_of(model, mini.batch(SHORT), recompute=recompute)
         counts.append(len(calls))
     assert counts == [4, 8]
 
@@ -106,14 +107,17 @@ def test_other_models_are_not_recomputed(monkeypatch):
     forward = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, *x, **k: calls.append(self) or forward(self, *x, **k))
     with recomputed_blocks(model.layers):
-        gradients_of(other, mini.batch(RAGGED))
+        gradients_of(other, mini.batch(SHORT))
     assert len(calls) == 4
     assert all(any(call is block for block in other.layers) for call in calls)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failed_step_leaves_the_parameters_as_they_were(where, monkeypatch):
-    """The adapter is saved after an interruption, so nothing of the interrupted step may be left in the model."""
+@pytest.mark.parametrize(("where", "compiled"), [("forward", False), ("backward", False), ("forward", True)])
+def test_a_failed_step_leaves_the_parameters_as_they_were(where, compiled, monkeypatch):
+    """The adapter is saved after an interruption, so nothing of the interrupted step may be left in the model. That of
+    a compiled step comes while it is traced: nothing is compiled here."""
+    if compiled:
+        mx.enable_compile()
     model = mini.trainable()
     before = {name: np.array(x) for name, x in flat(model.trainable_parameters()).items()}
     last = type(model.layers[2].linear_attn)
@@ -126,8 +130,9 @@ def test_a_failed_step_leaves_the_parameters_as_they_were(where, monkeypatch):
         return forward(self, *args)
 
     monkeypatch.setattr(last, "__call__", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        gradients_of(model, mini.batch(RAGGED), recompute=True)
+    with pytest.raises(KeyboardInterrupt), recomputed_blocks(model.layers):
+        mx.eval(build_step(model, compiled=compiled)(mini.batch(SHORT)))
+    mx.disable_compile()
     after = {name: np.array(x) for name, x in flat(model.trainable_parameters()).items()}
     assert after.keys() == before.keys()
     assert all(np.array_equal(after[name], before[name]) for name in before)
@@ -135,15 +140,15 @@ def test_a_failed_step_leaves_the_parameters_as_they_were(where, monkeypatch):
 
 @pytest.mark.parametrize("family", mini.FAMILIES)
 def test_dropout_is_the_same_when_recomputed(family):
-    model = mini.trainable(family, lora={"dropout": 0.1})
-    batch = mini.batch(RAGGED)
+    model = mini.trainable(family, chunk_size=8, lora={"dropout": 0.1})
+    batch = mini.batch(SHORT)
     loss, want = gradients_of(model, batch)
     recomputed_loss, got = gradients_of(model, batch, recompute=True)
     assert recomputed_loss == loss
     assert max(errors(got, want).values()) <= RECOMPUTED
     other_loss, _ = gradients_of(model, batch, seed=4)
     assert other_loss != loss  # there is dropout, and it depends on the keys
-    without, _ = gradients_of(mini.trainable(family), batch)
+    without, _ = gradients_of(mini.trainable(family, chunk_size=8), batch)
     assert without != loss
 
 
@@ -157,7 +162,7 @@ def test_dropout_of_mlx_would_not_be():
                 setattr(parent, name, nn.Dropout(0.1))
                 replaced += 1
     assert replaced == 31
-    batch = mini.batch(RAGGED)
+    batch = mini.batch(SHORT)
     loss, want = gradients_of(model.train(), batch)
     recomputed_loss, got = gradients_of(model, batch, recompute=True)
     assert recomputed_loss == loss
@@ -167,12 +172,12 @@ def test_dropout_of_mlx_would_not_be():
 def test_dropout_without_a_key_is_refused():
     model = mini.trainable(lora={"dropout": 0.1})
     with pytest.raises(RuntimeError, match="draw_keys"):
-        model(mini.batch(RAGGED).inputs)
+        model(mini.batch(SHORT).inputs)
 
 
 def test_every_dropout_has_its_own_mask():
     model = mini.trainable(lora={"dropout": 0.5})
-    gradients_of(model, mini.batch(RAGGED))
+    gradients_of(model, mini.batch(SHORT))
     keys = [tuple(np.array(m._key).tolist()) for m in model.modules() if isinstance(m, KeyedDropout)]
     assert len(set(keys)) == len(keys) == 31
 
@@ -181,7 +186,7 @@ def test_no_dropout_is_left_as_it_is():
     model = mini.trainable()
     assert not [m for m in model.modules() if isinstance(m, KeyedDropout)]
     before = [np.array(x) for x in mx.random.state]
-    build_step(model, compiled=False)(mini.batch(RAGGED))
+    build_step(model, compiled=False)(mini.batch(SHORT))
     assert all(np.array_equal(x, y) for x, y in zip(before, map(np.array, mx.random.state), strict=True))
 
 
@@ -193,12 +198,11 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", mini.FAMILIES)
-def test_a_batch_is_the_sum_of_its_rows(family, recompute):
+def test_a_batch_is_the_sum_of_its_rows(family):
     model = mini.trainable(family, lora={"keys": LEAVES[family]})
-    loss, want = gradients_of(model, mini.batch(RAGGED, multiple=32), recompute=recompute)
-    alone = [gradients_of(model, mini.batch(RAGGED, [i]), recompute=recompute) for i in range(4)]
+    loss, want = gradients_of(model, mini.batch(RAGGED, multiple=32), recompute=True)
+    alone = [gradients_of(model, mini.batch(RAGGED, [i]), recompute=True) for i in range(4)]
     assert sum(row_loss for row_loss, _ in alone) == pytest.approx(loss, rel=1e-6)
     total = {name: sum(gradients[name] for _, gradients in alone) for name in want}
     assert max(errors(total, want).values()) <= ROWS
@@ -219,10 +223,10 @@ def test_each_row_has_its_own_gradient_in_a_batch(family):
         assert max(errors(got, want).values()) <= ROWS, f"row {i}"
 
 
-@pytest.mark.parametrize(
-    ("family", "kernel"),
-    [*((family, "chunked") for family in mini.FAMILIES), ("qwen3_5", "replay"), ("qwen3_5", "reference")],
-)
+PADDED = [*((family, "chunked") for family in mini.FAMILIES), ("qwen3_5", "replay"), ("qwen3_5", "reference")]
+
+
+@pytest.mark.parametrize(("family", "kernel"), PADDED)
 def test_padding_has_no_part(family, kernel):
     model = mini.trainable(family, kernel=kernel, chunk_size=16)
     rows = mini.samples(5, 17, 30)
@@ -252,12 +256,11 @@ def test_the_loss_is_the_plain_cross_entropy_of_the_supervised_targets():
     assert loss == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_against_finite_differences(recompute):
+def test_gradients_against_finite_differences():
     """Along a random direction, central differences of the loss; float32 losses of 200 nats leave three digits."""
     model = mini.trainable()
     batch = mini.batch(mini.samples(12, 25))
-    _, gradients = gradients_of(model, batch, recompute=recompute)
+    _, gradients = gradients_of(model, batch, recompute=True)
     start = flat(model.trainable_parameters())
     rng = np.random.default_rng(0)
     for leaf in ("in_proj_qkv", "in_proj_a", "in_proj_b", "in_proj_z", "out_proj", "q_proj", "down_proj"):
