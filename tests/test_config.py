@@ -375,7 +375,7 @@ def test_hub_dataset_faults(faults):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("packing", "true"), ("report_to", "wandb"), ("early_stopping_patience", "3"), ("text_feature", "x")],
+    [("packing", "true"), ("report_to", "wandb"), ("text_feature", "x")],
 )
 def test_what_is_not_built_yet_is_refused(faults, load, key, value):
     (line,) = faults(f"{key}: {value}\n")

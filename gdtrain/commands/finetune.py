@@ -44,6 +44,10 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
     if config.test and not data.samples["test"]:
         raise UserError(f"test: true, but {missing_split('test', config.data)}")
     if not data.samples["valid"]:
+        if config.early_stopping_patience is not None:
+            raise UserError(
+                f"early_stopping_patience: there is nothing to watch: {missing_split('valid', config.data)}"
+            )
         console.line("warning: there are no validation rows; training goes on without a validation loss")
 
     session = open_session(config, data)

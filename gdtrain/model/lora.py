@@ -17,6 +17,7 @@ from gdtrain.arrays import flat
 from gdtrain.errors import UserError
 from gdtrain.model.dropout import key_dropouts
 
+FINE_TUNE_TYPES = ("lora", "dora", "full")
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 _DENSE = (nn.Linear, nn.QuantizedLinear)
@@ -55,15 +56,17 @@ def adapt(
     """Make the last `num_layers` blocks (-1: all) trainable, in place: LoRA, DoRA or in full.
 
     Args:
-        keys: projections by their name within a block ("self_attn.q_proj") or its end ("q_proj"). None: every
-            projection of attention, GDN and dense or shared MLPs; experts only where named, routers never.
+        keys: projections by their name within a block ("self_attn.q_proj") or its end ("q_proj"); experts only with
+            "switch_mlp". None: every projection of attention, GDN and dense or shared MLPs, never a router.
 
     Raises:
         UserError: more blocks than the model has, or a key that names nothing; the names that exist are listed.
     """
     blocks = model.layers
-    if num_layers > len(blocks):
-        raise UserError(f"num_layers: {num_layers}, but the model has {len(blocks)} blocks; accepted: -1 (all) to that")
+    if fine_tune_type not in FINE_TUNE_TYPES:
+        raise UserError(f"fine_tune_type: {fine_tune_type!r}; accepted: {', '.join(FINE_TUNE_TYPES)}")
+    if num_layers != -1 and not 1 <= num_layers <= len(blocks):
+        raise UserError(f"num_layers: {num_layers}; accepted: -1 (all) or 1 to {len(blocks)}, the blocks of the model")
     adapted = blocks[-num_layers:] if num_layers > 0 else blocks
     model.freeze()
     if fine_tune_type == "full":
@@ -168,16 +171,28 @@ def _resolve(keys: list[str] | None, blocks: list[nn.Module], *, dora: bool) -> 
     resolved: set[str] = set()
     faults = []
     for key in keys:
-        named = [name for name in kinds if name == key or name.endswith(f".{key}")]
+        named = [name for name in kinds if _matches(key, name)]
         if not named:
-            near = difflib.get_close_matches(key, [*kinds, *(n.rsplit(".", 1)[-1] for n in kinds)], n=1, cutoff=0.5)
-            faults.append(f"{key!r} names no projection" + (f"; did you mean {near[0]!r}?" if near else ""))
+            faults.append(f"{key!r} names no projection" + _hint(key, list(kinds)))
         elif dora and any(isinstance(kinds[name], _EXPERTS) for name in named):
             faults.append(f"{key!r} names experts, for which there is LoRA but no DoRA")
         resolved.update(named)
     if faults:
         raise UserError(f"lora_parameters.keys: {'; '.join(faults)}\n  this model has: {', '.join(sorted(kinds))}")
     return sorted(resolved)
+
+
+def _matches(key: str, name: str) -> bool:
+    """A short key such as "up_proj" means the shared expert, not the hundreds of routed ones."""
+    return name == key or (name.endswith(f".{key}") and ("switch_mlp" not in name or "switch_mlp" in key))
+
+
+def _hint(key: str, names: list[str]) -> str:
+    leaf = key.rsplit(".", 1)[-1]
+    if "experts" in key and (experts := [n for n in names if n.endswith(f"switch_mlp.{leaf}")]):
+        return f"; the experts are one tensor here, {experts[0]!r}"
+    near = difflib.get_close_matches(key, [*names, *(n.rsplit(".", 1)[-1] for n in names)], n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _targets(blocks: list[nn.Module]) -> list[Target]:

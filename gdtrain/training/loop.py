@@ -39,7 +39,8 @@ def train(
     """Train as the config says, into its run directory, which exists and is empty of earlier runs.
 
     Iterations are batches, as in mlx-lm; a validation or checkpoint at iteration N comes after N batches, and the
-    validation at 0 is of the untrained adapter. The last accumulation window is applied even when it is not full.
+    validation at 0 is of the untrained adapter. The last accumulation window is applied even when it is not full;
+    early stopping alone leaves one unfinished, and says so, so that the adapter is the one that was validated.
 
     Raises:
         TrainingStopped: a loss or gradient that is not finite; the last good adapter is saved.
@@ -125,7 +126,10 @@ def train(
                     save(checkpoint_folder(folder, iteration))
                     drop_old_checkpoints(folder, config.keep_checkpoints)
                 if validations.exhausted and iteration < iterations:
-                    console.line(f"stopped early: {validations.since_best} validations without a lower loss")
+                    unused = (
+                        f"; {window.tokens} tokens of an unfinished window are not applied" if window.tokens else ""
+                    )
+                    console.line(f"stopped early: {validations.since_best} validations without a lower loss{unused}")
                     metrics.write("stop", iteration=iteration, reason="early stopping")
                     break
             save(folder)

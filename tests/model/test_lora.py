@@ -148,8 +148,21 @@ def test_every_unknown_key_is_named():
 
 
 def test_experts_have_no_dora():
-    with pytest.raises(UserError, match="'up_proj' names experts, for which there is LoRA but no DoRA"):
-        adapt(mini.build("qwen3_5_moe")[0], fine_tune_type="dora", keys=["up_proj"])
+    with pytest.raises(UserError, match=r"'switch_mlp\.up_proj' names experts, for which there is LoRA but no DoRA"):
+        adapt(mini.build("qwen3_5_moe")[0], fine_tune_type="dora", keys=["switch_mlp.up_proj"])
+
+
+def test_a_short_key_means_the_shared_expert():
+    adaptation = adapt(mini.build("qwen3_5_moe")[0], keys=["up_proj"])
+    assert adaptation.lora_parameters["keys"] == ["mlp.shared_expert.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"fine_tune_type": "ia3"}, "ia3"), ({"num_layers": 0}, "num_layers: 0")]
+)
+def test_options_out_of_range(options, named):
+    with pytest.raises(UserError, match=named):
+        adapt(mini.build()[0], **options)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "full"])
@@ -168,7 +181,7 @@ def test_num_layers_counts_from_the_last(num_layers, adapted, kind):
 
 def test_more_layers_than_blocks():
     model, _ = mini.build()
-    with pytest.raises(UserError, match="num_layers: 99, but the model has 4 blocks"):
+    with pytest.raises(UserError, match=r"num_layers: 99; accepted: -1 \(all\) or 1 to 4"):
         adapt(model, num_layers=99)
     assert not adapted_names(model)
 
@@ -317,7 +330,10 @@ def test_an_unreadable_adapter_file(broken, tmp_path):
         (None, "does not exist"),
         ("{", "is not an adapter config"),
         ('{"fine_tune_type": "lora"}', "is not an adapter config.*num_layers"),
-        ('{"fine_tune_type": "lora", "num_layers": 9, "lora_parameters": {}}', "num_layers: 9, but the model has 4"),
+        (
+            '{"fine_tune_type": "lora", "num_layers": 9, "lora_parameters": {}}',
+            "num_layers: 9; accepted: -1",
+        ),
         ('{"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": {"r": 4}}', "is not an adapter config.*'r'"),
     ],
 )
