@@ -212,7 +212,9 @@ class AdafactorArguments(Section):
     beta_1: NonNegative | None = Field(default=None, description="Decay of the first moment; unset keeps none.")
     weight_decay: NonNegative | None = _WEIGHT_DECAY
     scale_parameter: bool | None = Field(default=None, description="Scale the learning rate by the parameter's size.")
-    relative_step: bool | None = Field(default=None, description="Learning rate from the step count.")
+    relative_step: bool | None = Field(
+        default=None, description="Learning rate from the step count instead of learning_rate."
+    )
     warmup_init: bool | None = Field(default=None, description="With relative_step: start lower.")
 
 
@@ -248,7 +250,7 @@ class HfDataset(Section):
 class RunConfig(Section):
     # Model and data
     model: Text = Field(description="Folder of the model, or its name on the Hugging Face Hub.")
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model or tokenizer.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the tokenizer.")
     data: Text | None = Field(
         default=None, description="Folder with train, valid and test files, or the name of a dataset on the Hub."
     )
@@ -271,17 +273,18 @@ class RunConfig(Section):
         default="all", description="With mask_prompt: learn every assistant turn, or only the last."
     )
     enable_thinking: bool | None = Field(
-        default=None, description="Passed to the chat template; null leaves the choice to the template."
+        default=None,
+        description="Passed to the chat template; null does as mlx-lm at inference: thinking where the model can.",
     )
 
     # What is trained
     fine_tune_type: Literal["lora", "dora", "full"] = Field(
-        default="lora", description="Train LoRA or DoRA adapters, or all weights."
+        default="lora", description="Train LoRA or DoRA adapters, or all weights of the adapted blocks."
     )
     num_layers: CountOrAll = Field(default=-1, description="Blocks to adapt, counted from the last; -1 for all.")
     lora_parameters: LoraParameters = Field(default=LoraParameters(), description="Size and places of the adapters.")
     resume_adapter_file: Text | None = Field(
-        default=None, description="Adapter file to start from (weights only; --resume continues a whole run)."
+        default=None, description="Adapter file to start from; weights only, not the optimizer."
     )
 
     # Training
@@ -324,7 +327,9 @@ class RunConfig(Section):
     kernel: Literal["auto", "fused", "recurrent", "chunked", "replay", "reference", "native"] = Field(
         default="auto", description="How the gated delta rule is computed; a forced one that cannot run is an error."
     )
-    chunk_size: Count = Field(default=64, description="Tokens in a chunk of the gated delta rule.")
+    chunk_size: Count | None = Field(
+        default=None, description="Tokens in a chunk of the gated delta rule; null takes 32 on a CPU and 64 on a GPU."
+    )
     grad_checkpoint: bool = Field(default=True, description="Recompute each block in the backward pass: less memory.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="Type of the computation; null keeps the checkpoint's."
@@ -373,13 +378,18 @@ class RunConfig(Section):
             yield Contradiction(("supervise", "mask_prompt"), f"{self.supervise} needs mask_prompt: true")
         if self.project_name is not None and self.report_to is None:
             yield Contradiction(("project_name", "report_to"), "would be ignored without report_to; remove it")
+        if self.optimizer == "adafactor" and self.optimizer_config.adafactor.relative_step:
+            for key in ("learning_rate", "lr_schedule"):
+                if self.was_set(key):
+                    yield Contradiction((key,), "would be ignored: optimizer_config.adafactor.relative_step is true")
         if self.epochs is not None:
             if self.was_set("iters"):
                 yield Contradiction(("epochs", "iters"), "set together with iters; keep one, or set iters: null")
             return
         if self.grad_accumulation_steps > self.iters:
-            message = f"{self.grad_accumulation_steps} is more than iters ({self.iters}): no update would be made"
+            message = f"{self.grad_accumulation_steps} is more than iters ({self.iters}): no window would fill"
             yield Contradiction(("grad_accumulation_steps", "iters"), message)
-        if self.lr_schedule is not None and self.lr_schedule.warmup > self.iters:
-            message = f"{self.lr_schedule.warmup} is more than iters ({self.iters}): the warm-up would never end"
+        updates = math.ceil(self.iters / self.grad_accumulation_steps)
+        if self.lr_schedule is not None and self.lr_schedule.warmup > updates:
+            message = f"{self.lr_schedule.warmup} is more than the {updates} updates: the warm-up would never end"
             yield Contradiction(("lr_schedule.warmup", "iters"), message)

@@ -40,6 +40,8 @@ def dump_yaml(config: RunConfig) -> str:
     values = config.model_dump()
     if config.epochs is not None:
         del values["iters"]  # the two exclude each other
+    if config.optimizer == "adafactor" and config.optimizer_config.adafactor.relative_step:
+        del values["learning_rate"]  # the two exclude each other
     if config.lora_parameters.alpha is not None:
         del values["lora_parameters"]["scale"]
     arguments = config.optimizer_config.model_dump(exclude_none=True)

@@ -11,8 +11,8 @@ from gdtrain.arrays import scalar
 from gdtrain.data.batches import collate, eval_batches
 from gdtrain.data.conversation import Sample
 from gdtrain.errors import TrainingStopped
-from gdtrain.training.loss import supervised_positions, token_loss
-from gdtrain.training.memory import clear_cache_above
+from gdtrain.loss import supervised_positions, token_loss
+from gdtrain.memory import clear_cache_above
 
 
 @dataclass(frozen=True)

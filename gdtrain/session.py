@@ -15,7 +15,7 @@ from gdtrain.data.prepare import Counts, prepare
 from gdtrain.data.records import load_records
 from gdtrain.errors import UserError
 from gdtrain.model.load import find_model, load_model, load_tokenizer, vocabulary_size
-from gdtrain.model.lora import Adaptation, adapt, load_adapter_weights
+from gdtrain.model.lora import Adaptation, adapt, check_same_adapter, load_adapter_weights
 from gdtrain.model.swap import Swapped, swap_linear_attention
 
 Say = Callable[[str], None]
@@ -52,6 +52,10 @@ def open_data(config: RunConfig, splits: Sequence[str], say: Say) -> Data:
     records = load_records(config.data, hf_dataset, mask_prompt=config.mask_prompt, require=splits[0])
     for note in records.notes:
         say(note)
+    if config.enable_thinking is not None and any(
+        r.kind == "text" for split in splits for r in getattr(records, split)
+    ):
+        say("enable_thinking has no effect on text records")
     samples, counts = {}, {}
     for split in splits:
         samples[split], counts[split] = prepare(
@@ -82,7 +86,7 @@ def open_session(config: RunConfig, data: Data) -> Session:
 
 
 def adapt_as(config: RunConfig, model: nn.Module) -> Adaptation:
-    """Make trainable what the config says, freshly initialised from its seed.
+    """Make trainable what the config says, freshly initialised from its seed, and read the weights from disk.
 
     Raises:
         UserError: blocks or projections that the model does not have, or an adapter file that does not fit.
@@ -99,7 +103,10 @@ def adapt_as(config: RunConfig, model: nn.Module) -> Adaptation:
         keys=lora.keys,
     )
     if config.resume_adapter_file is not None:
-        load_adapter_weights(model, Path(config.resume_adapter_file).expanduser())
+        file = Path(config.resume_adapter_file).expanduser()
+        check_same_adapter(file.parent, adaptation)
+        load_adapter_weights(model, file)
+    mx.eval(model.parameters())
     return adaptation
 
 

@@ -52,7 +52,7 @@ def test_defaults_are_those_of_the_contract(load):
         "val_batches": -1,
         "train": True,
         "kernel": "auto",
-        "chunk_size": 64,
+        "chunk_size": None,
         "packing": False,
         "on_long": "truncate",
         "supervise": "all",
@@ -329,7 +329,7 @@ def test_every_alias_points_at_a_key():
         ("grad_accumulation_steps: 1001", "c.yaml:3: grad_accumulation_steps: 1001 is more than iters (1000)"),
         (
             "iters: 9\nlr_schedule:\n  name: cosine_decay\n  warmup: 10\n  arguments: [1, 2]",
-            "c.yaml:6: lr_schedule.warmup: 10 is more than iters (9)",
+            "c.yaml:6: lr_schedule.warmup: 10 is more than the 9 updates",
         ),
         ("lora_parameters:\n  scale: 20\n  alpha: 2", "c.yaml:5: lora_parameters.alpha: set together with scale"),
         ("lora_parameters:\n  rslora: true", "c.yaml:4: lora_parameters.rslora: true needs alpha"),

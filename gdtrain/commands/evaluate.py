@@ -9,15 +9,14 @@ from rich.console import Console
 
 from gdtrain.config import RunConfig
 from gdtrain.config_file import load_config
+from gdtrain.data.sources import SPLITS
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
+from gdtrain.memory import set_limits
 from gdtrain.model.lora import ADAPTER_FILE, check_adapter_file, load_adapter
 from gdtrain.model.swap import check_kernel
 from gdtrain.session import open_data, open_session
-from gdtrain.training.memory import set_limits
 from gdtrain.training.run_directory import CONFIG_FILE, find_adapter, run_directory
-
-_SPLITS = ("valid", "test", "train")
 
 
 def run_evaluate(
@@ -31,8 +30,8 @@ def run_evaluate(
 ) -> None:
     """Evaluate and print; raises UserError, which is for cli.py."""
     console = Console(highlight=False)
-    if split not in _SPLITS:
-        raise UserError(f"--split: {split!r}; accepted: {', '.join(_SPLITS)}")
+    if split not in SPLITS:
+        raise UserError(f"--split: {split!r}; accepted: {', '.join(SPLITS)}")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UserError(f"--json: {json_file} cannot be written: its directory does not exist")
     config, run = _open(target, overrides)

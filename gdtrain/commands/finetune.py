@@ -1,41 +1,56 @@
 """gdtrain finetune: from a config to a run directory. Faults are found in the order of their cost: in the config, the
 data, the model; only then is anything written."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from gdtrain.config import RunConfig
 from gdtrain.config_file import dump_yaml, load_config
 from gdtrain.data.batches import epoch_batches, padding_share
 from gdtrain.data.sources import missing_split
+from gdtrain.data.stdlib import STDLIB
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
+from gdtrain.memory import set_limits
 from gdtrain.model.lora import ADAPTER_FILE, check_adapter_file, load_adapter
 from gdtrain.model.swap import check_kernel
+from gdtrain.model.tiny_path import TINY
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.header import describe, header_lines
 from gdtrain.session import Session, adapt_as, open_data, open_session
 from gdtrain.training.loop import count_iterations, train
-from gdtrain.training.memory import set_limits
 from gdtrain.training.run_directory import check_run_directory, make_run_directory, run_directory
 from gdtrain.training.step import compile_policy
 
 
 def run_finetune(config_file: Path, overrides: list[str]) -> None:
-    """Train; raises UserError, TrainingStopped or KeyboardInterrupt, which are for cli.py."""
+    """Train; raises UserError, TrainingStopped or Interrupted, which are for cli.py."""
     console = RunConsole()
     config = load_config(config_file, overrides)
     folder = run_directory(config.adapter_path)
-    if not config.train:
-        _test_only(config, folder, console)
-        return
-    check_run_directory(folder)
     check_kernel(config.kernel)
-    if config.resume_adapter_file is not None:
-        check_adapter_file(Path(config.resume_adapter_file).expanduser())
-    console.line("# resolved config\n" + dump_yaml(config))
-    for note in set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb):
+    if config.train:
+        check_run_directory(folder)
+        if config.resume_adapter_file is not None:
+            check_adapter_file(Path(config.resume_adapter_file).expanduser())
+    elif config.test:
+        check_adapter_file(folder / ADAPTER_FILE)
+    else:
+        raise UserError("train: false and test: false leave nothing to do")
+    console.line("# resolved config\n" + dump_yaml(with_absolute_paths(config)))
+    for note in notes(config):
         console.line(f"note: {note}")
 
+    if config.train:
+        session = _train(config, folder, console)
+    else:  # as in mlx-lm: the test loss of the adapter in adapter_path
+        session = open_session(config, open_data(config, ["test"], console.line))
+        load_adapter(session.model, folder)
+    if config.test:
+        _test(session, console)
+
+
+def _train(config: RunConfig, folder: Path, console: RunConsole) -> Session:
     data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
     rows = data.samples["train"]
     iterations = count_iterations(config, rows)
@@ -45,37 +60,44 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
         raise UserError(f"test: true, but {missing_split('test', config.data)}")
     if not data.samples["valid"]:
         if config.early_stopping_patience is not None:
-            raise UserError(
-                f"early_stopping_patience: there is nothing to watch: {missing_split('valid', config.data)}"
-            )
+            raise UserError(f"early_stopping_patience: nothing to watch: {missing_split('valid', config.data)}")
         console.line("warning: there are no validation rows; training goes on without a validation loss")
 
     session = open_session(config, data)
     adaptation = adapt_as(config, session.model)
     policy = compile_policy(config.compile)
-    header = describe(session, adaptation, policy) | {"iterations": iterations}
+    header = describe(session, adaptation, policy.compiled, policy.reason) | {"iterations": iterations}
     console.line("")
     for line in header_lines(header):
         console.line(line)
     console.targets(adaptation.targets)
     console.line("")
 
-    if moved := make_run_directory(folder):
+    if moved := make_run_directory(folder, dump_yaml(with_absolute_paths(config))):
         console.line(f"{folder} held an earlier run or adapter; it is now in {moved}")
-    train(session, adaptation, policy, header, console)
+    train(session, adaptation, iterations=iterations, compiled=policy.compiled, header=header, console=console)
     console.line(f"saved: {folder}")
-    if config.test:
-        _test(session, console)
+    return session
 
 
-def _test_only(config: RunConfig, folder: Path, console: RunConsole) -> None:
-    """train: false with test: true, as in mlx-lm: the test loss of the adapter in adapter_path."""
-    if not config.test:
-        raise UserError("train: false and test: false leave nothing to do")
-    check_adapter_file(folder / ADAPTER_FILE)
-    session = open_session(config, open_data(config, ["test"], console.line))
-    load_adapter(session.model, folder)
-    _test(session, console)
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Local paths made absolute, so that the saved config means the same from every directory."""
+    named = {key: getattr(config, key) for key in ("model", "data", "resume_adapter_file")}
+    paths = {key: Path(name).expanduser() for key, name in named.items() if name and name not in (TINY, STDLIB)}
+    return config.model_copy(update={key: str(path.resolve()) for key, path in paths.items() if path.exists()})
+
+
+def notes(config: RunConfig) -> Iterator[str]:
+    """Applies the memory limits; one line for every key that has no effect here, or an effect to be warned about."""
+    yield from set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
+    if config.lr_schedule is not None and config.was_set("learning_rate"):
+        yield f"learning_rate has no effect: lr_schedule starts at {config.lr_schedule.arguments[0]:g}"
+    if config.dtype == "float16":
+        yield "float16 has little range: gradients may overflow or vanish where bfloat16 would not"
+    if config.fine_tune_type == "full" and config.was_set("lora_parameters"):
+        yield "lora_parameters has no effect with fine_tune_type: full"
+    if not config.train and config.resume_adapter_file is not None:
+        yield "resume_adapter_file has no effect with train: false; the adapter in adapter_path is tested"
 
 
 def _test(session: Session, console: RunConsole) -> None:
@@ -86,5 +108,6 @@ def _test(session: Session, console: RunConsole) -> None:
         batch_size=config.batch_size,
         max_seq_length=config.max_seq_length,
         batches=config.test_batches,
+        cache_threshold=config.clear_cache_threshold,
     )
     console.line(f"test loss {result.loss:.3f}, perplexity {result.perplexity:.2f}, {result.rows:,} rows")

@@ -7,6 +7,7 @@ from typing import Any
 from gdtrain.data.faults import raise_faults
 from gdtrain.data.schema import KINDS, Record, RecordFaults, parse_record
 from gdtrain.data.sources import Source, missing_split, open_sources
+from gdtrain.data.stdlib import STDLIB, build_stdlib_dataset
 from gdtrain.errors import UserError
 
 __all__ = ["Record", "Splits", "load_records"]
@@ -34,9 +35,7 @@ def load_records(
     Raises UserError: with every faulty record of every file, one line each ("train.jsonl:7: ..."), or naming the
     directory when the split that is required is missing.
     """
-    if not hf_dataset and data == "python-stdlib":
-        from gdtrain.data.stdlib import build_stdlib_dataset
-
+    if not hf_dataset and data == STDLIB:
         data = str(build_stdlib_dataset())
     sources, notes = open_sources(data, hf_dataset)
     splits = Splits(notes=notes)

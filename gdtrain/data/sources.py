@@ -13,15 +13,12 @@ from gdtrain.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 HUB_ALIASES = {"valid": ("valid", "validation")}
-HUB_KEYS = {
-    "train_split": "train",
-    "valid_split": "valid",
-    "test_split": "test",
+# Keys of an hf_dataset entry that name a column, and the field of `Columns` they set.
+COLUMN_KEYS = {
     "prompt_feature": "prompt",
     "completion_feature": "completion",
     "text_feature": "text",
     "chat_feature": "messages",
-    "tools_feature": "tools",
 }
 LIKELY_MISNAMED = ("val", "validation", "dev", "eval", "training", "testing")
 
@@ -203,17 +200,10 @@ def _hub_dataset(name: str) -> tuple[list[Source], list[str]]:
 
 
 def _hub_entry(entry: Any) -> Iterator[Source]:
-    accepted = ["path", "config", *HUB_KEYS]
-    if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-        raise UserError(f"hf_dataset: an object with the key path is accepted, with any of {', '.join(accepted[1:])}")
-    if unknown := [str(key) for key in entry if key not in accepted]:
-        raise UserError(f"hf_dataset: unknown key {', '.join(unknown)}; accepted are {', '.join(accepted)}")
     path, config = entry["path"], entry.get("config") or {}
-    if not isinstance(config, dict):
-        raise UserError(
-            f"hf_dataset.config is {name_type(config)}; the arguments of datasets.load_dataset are accepted"
-        )
-    columns = Columns(**{HUB_KEYS[key]: entry[key] for key in entry if key.endswith("_feature")})
+    if fixed := [key for key in ("path", "split") if key in config]:
+        raise UserError(f"hf_dataset.config: {', '.join(fixed)} is set by hf_dataset itself; remove it there")
+    columns = Columns(**{COLUMN_KEYS[key]: name for key, name in entry.items() if key in COLUMN_KEYS})
     defaults = {"train": "train[:80%]", "valid": "train[-10%:]", "test": None}  # mlx-lm's
     for split in SPLITS:
         part = entry.get(f"{split}_split", defaults[split])
@@ -223,7 +213,7 @@ def _hub_entry(entry: Any) -> Iterator[Source]:
             yield Source(split, name, _hub_rows(rows, name), columns)
 
 
-def _load(name: str, failure: str, **arguments: Any) -> Any:
+def _load(name: str, failure: str, /, **arguments: Any) -> Any:
     import datasets
 
     try:

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from gdtrain.data.sources import SPLITS
 from gdtrain.errors import UserError
 
 STDLIB = "python-stdlib"
-SPLITS = ("train", "valid", "test")
 
 MIN_RECORDS = 2_000  # A whole CPython 3.11 gives 5,600: fewer than this means that half of the library is missing.
 MAX_PROMPT_CHARS = 2_000

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_tokenizer as load_hf_tokenizer
 
 from gdtrain.arrays import flat
 from gdtrain.errors import UserError
-from gdtrain.model.tiny_path import tiny_model_path
+from gdtrain.model.tiny_path import TINY, tiny_model_path
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 _FILES = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "model*.safetensors"]
@@ -37,7 +37,7 @@ def find_model(name: str) -> ModelFiles:
     Raises:
         UserError: not found, not readable, or not a model this tool trains.
     """
-    folder = tiny_model_path() if name == "tiny" else Path(name).expanduser()
+    folder = tiny_model_path() if name == TINY else Path(name).expanduser()
     if not folder.exists():
         folder = _download(name)
     config_file = folder / "config.json"
@@ -87,6 +87,8 @@ def vocabulary_size(files: ModelFiles) -> int:
 def load_model(files: ModelFiles, *, dtype: str | None = None) -> nn.Module:
     """The model, weights in the checkpoint's dtype (or `dtype`), A_log in float32, nothing trainable yet.
 
+    The weights are not read from disk before they are evaluated, so that what does not fit the model is found first.
+
     Raises:
         UserError: the weights do not fit the config, or are float16 without being asked for.
     """
@@ -100,7 +102,6 @@ def load_model(files: ModelFiles, *, dtype: str | None = None) -> nn.Module:
             "model: the weights are float16, whose range gradients overflow; set dtype: bfloat16, "
             "or dtype: float16 if that is what you want"
         )
-    mx.eval(model.parameters())
     model.freeze()
     return model
 

@@ -22,6 +22,7 @@ ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 _DENSE = (nn.Linear, nn.QuantizedLinear)
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+_QUANTISED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def adapt(
         raise UserError(f"num_layers: {num_layers}; accepted: -1 (all) or 1 to {len(blocks)}, the blocks of the model")
     adapted = blocks[-num_layers:] if num_layers > 0 else blocks
     model.freeze()
+    _check_quantisation(adapted, fine_tune_type)
     if fine_tune_type == "full":
         for block in adapted:
             block.unfreeze()
@@ -91,6 +93,9 @@ def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptat
     Args:
         weights: the trainable parameters by name.
         base: the model's folder or Hub id as the config names it; told to the reader, not used by stock mlx_lm.
+
+    Raises:
+        UserError: the folder cannot be written, for example because the disk is full.
     """
     config = {
         "model": base,
@@ -98,13 +103,17 @@ def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptat
         "num_layers": adaptation.num_layers,
         "lora_parameters": adaptation.lora_parameters,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"partial-{ADAPTER_FILE}"
-    mx.save_safetensors(str(partial), weights, metadata={"format": "mlx"})
-    partial.replace(folder / ADAPTER_FILE)
-    partial = folder / f"partial-{ADAPTER_CONFIG}"
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / ADAPTER_CONFIG)
+    mx.eval(weights)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"partial-{ADAPTER_FILE}"
+        mx.save_safetensors(str(partial), weights, metadata={"format": "mlx"})
+        partial.replace(folder / ADAPTER_FILE)
+        partial = folder / f"partial-{ADAPTER_CONFIG}"
+        partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        partial.replace(folder / ADAPTER_CONFIG)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"adapter: {folder} cannot be written: {error}") from error
 
 
 def load_adapter_weights(model: nn.Module, file: Path) -> None:
@@ -129,8 +138,7 @@ def load_adapter_weights(model: nn.Module, file: Path) -> None:
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise UserError(f"adapter: {file} does not fit the model ({len(faults)} faults):\n  {shown}")
-    model.load_weights(list(weights.items()), strict=False)
-    mx.eval(model.trainable_parameters())
+    model.load_weights([(name, x.astype(expected[name].dtype)) for name, x in weights.items()], strict=False)
 
 
 def check_adapter_file(file: Path) -> None:
@@ -141,23 +149,58 @@ def check_adapter_file(file: Path) -> None:
         raise UserError(f"adapter: {file} is not a .safetensors file")
 
 
+def check_same_adapter(folder: Path, adaptation: Adaptation) -> None:
+    """Compare an adaptation with the adapter_config.json beside an adapter that it is to start from, if there is one.
+
+    Raises:
+        UserError: another type, rank or scale: the weights would mean something else.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return
+    kind, _, lora = _read_config(folder / ADAPTER_CONFIG)
+    ours, theirs = adaptation.lora_parameters or {}, lora or {}
+    found: dict[str, tuple[Any, Any]] = {"fine_tune_type": (kind, adaptation.fine_tune_type)}
+    found |= {f"lora_parameters.{key}": (theirs.get(key), ours.get(key)) for key in ("rank", "scale")}
+    faults = [f"{key} is {its!r} in that adapter and {our!r} here" for key, (its, our) in found.items() if its != our]
+    if faults:
+        raise UserError(f"resume_adapter_file: {folder}: {'; '.join(faults)}")
+
+
 def load_adapter(model: nn.Module, folder: Path) -> Adaptation:
     """Adapt a model as the adapter_config.json of `folder` says, and load the adapter strictly.
 
     Raises:
         UserError: a file is missing or faulty, or does not fit the model.
     """
-    file = folder / ADAPTER_CONFIG
+    kind, blocks, lora = _read_config(folder / ADAPTER_CONFIG)
+    adaptation = adapt(model, fine_tune_type=kind, num_layers=blocks, **(lora or {}))
+    load_adapter_weights(model, folder / ADAPTER_FILE)
+    return adaptation
+
+
+def _read_config(file: Path) -> tuple[str, int, dict[str, Any] | None]:
+    """fine_tune_type, num_layers and lora_parameters of an adapter_config.json."""
     if not file.is_file():
         raise UserError(f"adapter: {file} does not exist")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        kind, blocks, lora = config["fine_tune_type"], config["num_layers"], config["lora_parameters"] or {}
-        adaptation = adapt(model, fine_tune_type=kind, num_layers=blocks, **lora)
+        kind, blocks, lora = config["fine_tune_type"], config["num_layers"], config["lora_parameters"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"adapter: {file} is not an adapter config: {error!r}") from error
-    load_adapter_weights(model, folder / ADAPTER_FILE)
-    return adaptation
+    if not isinstance(blocks, int):
+        raise UserError(f"adapter: {file} is not an adapter config: num_layers is {blocks!r}")
+    if kind != "full" and not {"rank", "scale"} <= set(lora or ()) <= {"rank", "scale", "dropout", "keys"}:
+        raise UserError(f"adapter: {file} is not an adapter config: lora_parameters are {lora!r}")
+    return kind, blocks, lora
+
+
+def _check_quantisation(blocks: list[nn.Module], fine_tune_type: str) -> None:
+    """What MLX 0.32.4 and mlx-lm 0.32.2 cannot do with quantised weights, said before a run is on disk."""
+    bits = {m.bits for block in blocks for m in block.modules() if isinstance(m, _QUANTISED)}
+    if bits and fine_tune_type == "full":
+        raise UserError("fine_tune_type: full needs unquantised weights: quantised ones have no gradient; use lora")
+    if fine_tune_type == "dora" and (odd := sorted(b for b in bits if 32 % b)):
+        raise UserError(f"fine_tune_type: dora takes 2-, 4- or 8-bit weights, and these have {odd[0]} bits; use lora")
 
 
 def _projections(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:

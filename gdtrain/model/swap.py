@@ -28,14 +28,15 @@ class Swapped:
 
 
 def swap_linear_attention(
-    model: nn.Module, model_config: dict[str, Any], *, kernel: str = "auto", chunk_size: int = 64
+    model: nn.Module, model_config: dict[str, Any], *, kernel: str = "auto", chunk_size: int | None = None
 ) -> Swapped:
     """Replace the `linear_attn` of every block by its trainable form, in place.
 
     Args:
         model: a qwen3_5, qwen3_5_moe or qwen3_next model of mlx-lm.
         model_config: its config.json, from which the number of linear layers is known.
-        kernel: "auto" or the name of a backend of gdkernels; chunk_size: chunk of the rule, tokens.
+        kernel: "auto" or the name of a backend of gdkernels; chunk_size: tokens of a chunk of the
+            rule, None for the best of the device.
 
     Raises:
         UserError: the backend cannot run here, or the layers found are not those of the config.
@@ -81,7 +82,7 @@ class _Trainable(nn.Module):
     """A GatedDeltaNet of mlx-lm whose forward without a cache goes through gdkernels."""
 
     @classmethod
-    def adopt(cls, layer: nn.Module, kernel: str, chunk_size: int) -> Self:
+    def adopt(cls, layer: nn.Module, kernel: str, chunk_size: int | None) -> Self:
         """The trainable form of `layer`, sharing its parameters and submodules."""
         trainable = cls.__new__(cls)
         trainable.__dict__.update(layer.__dict__)

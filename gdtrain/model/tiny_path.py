@@ -5,6 +5,8 @@ from pathlib import Path
 
 from gdtrain.errors import UserError
 
+TINY = "tiny"
+
 
 def tiny_model_path() -> Path:
     """The folder of the model `tiny`: a small Qwen3.5 hybrid with its tokenizer, made by scripts/make_tiny.py.

@@ -11,10 +11,9 @@ from mlx_lm.utils import get_total_parameters
 from gdtrain.arrays import flat
 from gdtrain.model.lora import Adaptation
 from gdtrain.session import Session
-from gdtrain.training.step import CompilePolicy
 
 
-def describe(session: Session, adaptation: Adaptation, policy: CompilePolicy) -> dict[str, Any]:
+def describe(session: Session, adaptation: Adaptation, compiled: bool, compile_reason: str) -> dict[str, Any]:
     """The header record of metrics.jsonl."""
     counts = session.data.counts["train"]
     return {
@@ -27,8 +26,8 @@ def describe(session: Session, adaptation: Adaptation, policy: CompilePolicy) ->
         "kernel_reason": session.swapped.choice.reason,
         "gdn_layers": session.swapped.expected,
         "gdn_layers_swapped": session.swapped.layers,
-        "compiled": policy.compiled,
-        "compile_reason": policy.reason,
+        "compiled": compiled,
+        "compile_reason": compile_reason,
         "fine_tune_type": adaptation.fine_tune_type,
         "trainable_parameters": count_trainable(session.model),
         "total_parameters": get_total_parameters(session.model),

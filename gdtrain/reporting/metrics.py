@@ -6,9 +6,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from gdtrain.errors import UserError
+
 
 class MetricsFile:
-    """Appends records to a file; a context manager. Floats that are not finite become null, which JSON can hold."""
+    """Appends records to a file; a context manager. Floats that are not finite become null, which JSON can hold.
+
+    Raises UserError when a record cannot be written, for example because the disk is full.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -23,10 +28,8 @@ class MetricsFile:
 
     def write(self, kind: str, **values: Any) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
-        self._file.flush()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        try:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"adapter_path: {self._file.name} cannot be written: {error.strerror}") from error

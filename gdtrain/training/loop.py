@@ -9,32 +9,37 @@ import mlx.core as mx
 
 from gdtrain.arrays import flat, scalar
 from gdtrain.config import RunConfig
-from gdtrain.config_file import dump_yaml
-from gdtrain.data.batches import check_enough, collate, train_stream
+from gdtrain.data.batches import Batch, check_enough, collate, train_stream
 from gdtrain.data.conversation import Sample
 from gdtrain.errors import Interrupted, TrainingStopped, UserError
 from gdtrain.evaluation import evaluate
+from gdtrain.memory import clear_cache_above, is_out_of_memory, read_memory
 from gdtrain.model.lora import Adaptation, save_adapter
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.metrics import MetricsFile
 from gdtrain.session import Session
-from gdtrain.training.memory import clear_cache_above, read_memory
 from gdtrain.training.optimizer import build_optimizer
 from gdtrain.training.progress import Report, Validations
 from gdtrain.training.recompute import recomputed_blocks
 from gdtrain.training.run_directory import (
     BEST,
-    CONFIG_FILE,
     METRICS_FILE,
     checkpoint_folder,
     drop_old_checkpoints,
+    list_checkpoints,
     run_directory,
 )
-from gdtrain.training.step import CompilePolicy, Window, build_step
+from gdtrain.training.step import LossAndGradients, Window, build_step
 
 
 def train(
-    session: Session, adaptation: Adaptation, policy: CompilePolicy, header: dict[str, Any], console: RunConsole
+    session: Session,
+    adaptation: Adaptation,
+    *,
+    iterations: int,
+    compiled: bool,
+    header: dict[str, Any],
+    console: RunConsole,
 ) -> None:
     """Train as the config says, into its run directory, which exists and is empty of earlier runs.
 
@@ -42,16 +47,19 @@ def train(
     validation at 0 is of the untrained adapter. The last accumulation window is applied even when it is not full;
     early stopping alone leaves one unfinished, and says so, so that the adapter is the one that was validated.
 
+    Args:
+        header: the first record of metrics.jsonl.
+
     Raises:
-        TrainingStopped: a loss or gradient that is not finite; the last good adapter is saved.
+        TrainingStopped: a loss or gradient that is not finite, or no memory; the last good adapter is saved.
         Interrupted: Ctrl-C; the adapter is saved first, as it is before any other exception.
+        UserError: the run directory cannot be written.
     """
     config, model, samples = session.config, session.model, session.data.samples
     rows = samples["train"]
     folder = run_directory(config.adapter_path)
-    iterations = count_iterations(config, rows)
     optimizer = build_optimizer(config)
-    step = build_step(model, compiled=policy.compiled)
+    step = build_step(model, compiled=compiled)
     stream = train_stream(rows, config.batch_size, seed=config.seed)
     window, report, validations = Window(), Report(), Validations(config.early_stopping_patience)
 
@@ -59,8 +67,7 @@ def train(
         # In full fine-tuning a copy would cost as much memory as the model: none is kept.
         return None if adaptation.fine_tune_type == "full" else flat(model.trainable_parameters())
 
-    def save(to: Path, weights: dict[str, mx.array] | None = None) -> None:
-        weights = flat(model.trainable_parameters()) if weights is None else weights
+    def save(to: Path, weights: dict[str, mx.array]) -> None:
         save_adapter(to, weights, adaptation, config.model)
         metrics.write("save", iteration=iteration, path=str(to.relative_to(folder)))
 
@@ -82,9 +89,8 @@ def train(
         values = {"loss": result.loss, "supervised_tokens": result.supervised_tokens, "seconds": result.seconds}
         metrics.write("val", iteration=iteration, **values, peak_memory_gb=peak)
         if validations.add(result.loss):
-            save(folder / BEST)
+            save(folder / BEST, flat(model.trainable_parameters()))
 
-    (folder / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
     with (
         MetricsFile(folder / METRICS_FILE) as metrics,
         recomputed_blocks(model.layers, config.grad_checkpoint),
@@ -100,19 +106,18 @@ def train(
             for iteration in range(1, iterations + 1):
                 report.start()
                 batch = collate(rows, next(stream)[1], max_tokens=config.max_seq_length)
-                loss, gradients = step(batch)
-                window.add(gradients, batch)
-                mx.eval(loss, window.gradients)
-                guard("loss", scalar(loss), iteration, [rows[i].where for i in batch.rows])
+                loss = accumulate(step, batch, window)
+                guard("loss", loss, iteration, [rows[i].where for i in batch.rows])
                 good = good_weights()
                 if iteration % config.grad_accumulation_steps == 0 or iteration == iterations:
-                    mean, norm = window.mean(config.max_grad_norm)
+                    gradient, norm = window.mean(config.max_grad_norm)
                     guard("gradient norm", scalar(norm), iteration, [rows[i].where for i in window.rows])
-                    optimizer.update(model, mean)
+                    optimizer.update(model, gradient)
+                    del gradient
                     mx.eval(model.trainable_parameters(), optimizer.state)
                     report.grad_norm, window = scalar(norm), Window()
                 clear_cache_above(config.clear_cache_threshold)
-                report.add(scalar(loss), batch, sum(len(rows[i].ids) - 1 for i in batch.rows))
+                report.add(loss, batch, sum(len(rows[i].ids) - 1 for i in batch.rows))
                 console.advance(iteration)
                 if iteration % config.steps_per_report == 0 or iteration == iterations:
                     values = report.finish()
@@ -123,7 +128,7 @@ def train(
                 if samples["valid"] and (iteration % config.steps_per_eval == 0 or iteration == iterations):
                     validate()
                 if iteration % config.save_every == 0:
-                    save(checkpoint_folder(folder, iteration))
+                    save(checkpoint_folder(folder, iteration), flat(model.trainable_parameters()))
                     drop_old_checkpoints(folder, config.keep_checkpoints)
                 if validations.exhausted and iteration < iterations:
                     unused = (
@@ -132,23 +137,46 @@ def train(
                     console.line(f"stopped early: {validations.since_best} validations without a lower loss{unused}")
                     metrics.write("stop", iteration=iteration, reason="early stopping")
                     break
-            save(folder)
-        except BaseException as stop:
+            save(folder, flat(model.trainable_parameters()))
+        except BaseException as error:
+            stop = explain_stop(error, iteration)
+            if isinstance(stop, Interrupted | SystemExit):
+                good = flat(model.trainable_parameters())
+            kept = f"the last good weights are in {folder}"
+            if good is None:
+                kept = f"its weights are not saved; saved before: {', '.join(list_checkpoints(folder)) or 'none'}"
+            else:
+                save(folder, good)
             metrics.write("stop", iteration=iteration, reason=str(stop) or type(stop).__name__)
-            bad = isinstance(stop, TrainingStopped)
-            if not bad or good is not None:
-                save(folder, good if bad else None)
-                console.line(f"stopped at iteration {iteration}; the last good adapter is in {folder}")
-            if isinstance(stop, KeyboardInterrupt):
-                raise Interrupted(f"interrupted at iteration {iteration}") from stop
-            raise
+            console.line(f"stopped at iteration {iteration}; {kept}")
+            raise stop from error
+
+
+def accumulate(step: LossAndGradients, batch: Batch, window: Window) -> float:
+    """Add a batch to the window; returns its summed loss, and leaves no other reference to its gradients."""
+    loss, gradients = step(batch)
+    window.add(gradients, batch)
+    mx.eval(loss, window.gradients)
+    return scalar(loss)
+
+
+def explain_stop(error: BaseException, iteration: int) -> BaseException:
+    """What the user is told when the loop ends early: the error itself, unless a clearer one is known."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(f"interrupted at iteration {iteration}")
+    if is_out_of_memory(error):
+        return TrainingStopped(
+            f"iteration {iteration}: out of memory; lower max_seq_length, batch_size or lora_parameters.rank, "
+            f"or set grad_checkpoint: true ({error})"
+        )
+    return error
 
 
 def count_iterations(config: RunConfig, rows: list[Sample]) -> int:
     """The batches of the run: `iters`, or as many as `epochs` takes.
 
     Raises:
-        UserError: fewer rows than a batch has, or more batches in an accumulation window than there are.
+        UserError: fewer rows than a batch has, or with `epochs` too few batches for an accumulation window or warm-up.
     """
     check_enough(rows, config.batch_size)
     if config.epochs is None:
@@ -158,6 +186,11 @@ def count_iterations(config: RunConfig, rows: list[Sample]) -> int:
         raise UserError(
             f"grad_accumulation_steps: {config.grad_accumulation_steps} is more than the {iterations} iterations "
             f"of {config.epochs:g} epochs"
+        )
+    updates = math.ceil(iterations / config.grad_accumulation_steps)
+    if config.lr_schedule is not None and config.lr_schedule.warmup > updates:
+        raise UserError(
+            f"lr_schedule.warmup: {config.lr_schedule.warmup} is more than the {updates} updates of the run"
         )
     return iterations
 

@@ -15,8 +15,14 @@ _OPTIMIZERS = {
 
 
 def build_optimizer(config: RunConfig) -> optim.Optimizer:
-    """The configured optimizer; schedules and warm-up are those of mlx-lm and count optimizer updates."""
+    """The configured optimizer; schedules and warm-up are those of mlx-lm and count optimizer updates.
+
+    Adafactor takes the configured learning rate, unless its relative_step is set: MLX's own default ignores the rate.
+    """
     rate = config.learning_rate
     if config.lr_schedule is not None:
         rate = build_schedule(config.lr_schedule.model_dump())
-    return _OPTIMIZERS[config.optimizer](learning_rate=rate, **config.optimizer_arguments)
+    arguments = config.optimizer_arguments
+    if config.optimizer == "adafactor":
+        arguments = {"relative_step": False, **arguments}
+    return _OPTIMIZERS[config.optimizer](learning_rate=rate, **arguments)

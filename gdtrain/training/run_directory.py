@@ -1,6 +1,7 @@
 """The run directory: adapter, resolved config, metrics and checkpoints, and where an earlier run goes."""
 
 import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -17,19 +18,23 @@ def run_directory(adapter_path: str) -> Path:
 
 
 def check_run_directory(folder: Path) -> None:
-    """Raise UserError if the path is a file or lies below one."""
-    for path in (folder, *folder.parents):
-        if path.exists():
-            if not path.is_dir():
-                raise UserError(
-                    f"adapter_path: {folder}: {path} is a file; accepted: a directory, which need not exist"
-                )
-            return
+    """Raise UserError if no run can be written there: a file is in the way, rights are missing, or it is the current
+    directory and holds files of a run, which are not moved out of it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"adapter_path: {folder}: {existing} is a file; accepted: a directory, which need not exist")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"adapter_path: {folder}: {existing} cannot be written")
+    if folder.resolve() == Path.cwd() and (earlier := _left_by_earlier(folder)):
+        names = ", ".join(path.name for path in earlier)
+        raise UserError(f"adapter_path: {folder} already holds {names}; name another directory, or move them")
 
 
-def make_run_directory(folder: Path) -> Path | None:
-    """Make the directory. What an earlier run or another tool's adapter left in it is moved to a new directory beside
-    it, `<name>-1`, `<name>-2`, ..., never overwritten.
+def make_run_directory(folder: Path, config: str) -> Path | None:
+    """Make the directory, with the resolved config (YAML) in it.
+
+    What an earlier run or another tool's adapter left there is moved to a new directory beside it, `<name>-1`,
+    `<name>-2`, ..., never overwritten.
 
     Returns:
         Where the earlier files went, or None.
@@ -37,18 +42,16 @@ def make_run_directory(folder: Path) -> Path | None:
     Raises:
         UserError: the directory cannot be made or written.
     """
-    earlier = [folder / name for name in _OF_A_RUN if (folder / name).exists()]
+    earlier = _left_by_earlier(folder)
     moved = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if earlier:
-            if folder.resolve() == Path.cwd():
-                raise UserError(f"adapter_path: {folder} holds an earlier run; name another directory, or move it")
             moved = next(p for n in itertools.count(1) if not (p := folder.with_name(f"{folder.name}-{n}")).exists())
             moved.mkdir()
             for path in earlier:
                 path.rename(moved / path.name)
-        (folder / METRICS_FILE).touch()
+        (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
     except OSError as error:
         raise UserError(f"adapter_path: {folder} cannot be used: {error.strerror}") from error
     return moved
@@ -60,8 +63,14 @@ def checkpoint_folder(run: Path, iteration: int) -> Path:
 
 def drop_old_checkpoints(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
-    for old in sorted((run / CHECKPOINTS).iterdir())[:-keep]:
+    for old in _checkpoints(run)[:-keep]:
         shutil.rmtree(old)
+
+
+def list_checkpoints(run: Path) -> list[str]:
+    """What `find_adapter` accepts for a run."""
+    last, best = (run / ADAPTER_FILE).is_file(), (run / BEST).is_dir()
+    return ["last"] * last + ["best"] * best + [str(int(folder.name)) for folder in _checkpoints(run)]
 
 
 def find_adapter(run: Path, checkpoint: str) -> Path:
@@ -76,7 +85,16 @@ def find_adapter(run: Path, checkpoint: str) -> Path:
     if folder is None and checkpoint.isdecimal():
         folder = checkpoint_folder(run, int(checkpoint))
     if folder is None or not folder.is_dir():
-        kept = sorted(p.name for p in (run / CHECKPOINTS).glob("*"))
-        known = ["last", *(["best"] if (run / BEST).is_dir() else []), *(str(int(name)) for name in kept)]
-        raise UserError(f"--checkpoint: {run} has no {checkpoint!r}; it has: {', '.join(known)}")
+        raise UserError(
+            f"--checkpoint: {run} has no {checkpoint!r}; it has: {', '.join(list_checkpoints(run)) or 'none'}"
+        )
     return folder
+
+
+def _left_by_earlier(folder: Path) -> list[Path]:
+    return [path for name in _OF_A_RUN if (path := folder / name).exists()]
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Folders of checkpoints, oldest first; a file manager may have left files of its own among them."""
+    return sorted(p for p in (run / CHECKPOINTS).glob("*") if p.name.isdecimal() and p.is_dir())

@@ -11,8 +11,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from gdtrain.data.batches import Batch
+from gdtrain.loss import Supervised, supervised_positions, token_loss
 from gdtrain.model.dropout import draw_keys
-from gdtrain.training.loss import Supervised, supervised_positions, token_loss
 
 LossAndGradients = Callable[[Batch], tuple[mx.array, Any]]
 
@@ -78,7 +78,11 @@ class Window:
         self.rows.extend(batch.rows)
 
     def mean(self, max_grad_norm: float | None) -> tuple[Any, mx.array]:
-        """The mean gradient per supervised token, clipped if asked, and its global L2 norm before clipping, float32."""
+        """The mean gradient per supervised token, clipped if asked, and its global L2 norm before clipping, float32.
+
+        The window gives its gradients up: in full fine-tuning they are as large as the model.
+        """
         mean = tree_map(lambda g: g / self.tokens, self.gradients)
+        self.gradients = None
         clipped, norm = optim.clip_grad_norm(mean, math.inf if max_grad_norm is None else max_grad_norm)
         return (mean if max_grad_norm is None else clipped), norm

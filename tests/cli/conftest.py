@@ -78,6 +78,8 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory):
 def trained(finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of that folder as the current directory."""
     shutil.copytree(finished[1], tmp_path, dirs_exist_ok=True)
+    saved = tmp_path / "run" / "config.yaml"
+    saved.write_text(saved.read_text().replace(str(finished[1] / "data"), str(tmp_path / "data")))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

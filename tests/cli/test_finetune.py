@@ -17,6 +17,7 @@ from command import SCRIPT, adapter, call, distance, environ, evaluated, finish,
 from conftest import ITERATIONS
 from mini import FAMILIES, toy_tokenizer, write_checkpoint
 
+from gdtrain.commands.finetune import with_absolute_paths
 from gdtrain.config_file import dump_yaml, load_config
 
 # The run of conftest: validations every 5 of 22 iterations, checkpoints every 5 (2 kept), reports every 4
@@ -40,7 +41,9 @@ def test_run_directory(trained):
 
 def test_saved_config_is_the_effective_one(trained):
     effective = load_config(Path("c.yaml"), [f"iters={ITERATIONS}"])
-    assert load_config(Path("run/config.yaml")) == effective
+    saved = load_config(Path("run/config.yaml"))
+    assert saved == with_absolute_paths(effective)
+    assert saved.data == str(Path("data").resolve())  # means the same from every directory
     assert effective.iters == ITERATIONS != load_config(Path("c.yaml")).iters
 
 
@@ -341,7 +344,7 @@ def test_epochs(epochs, iterations, config):
     finish("finetune", "c.yaml")
     assert metrics("run", "header")[0]["iterations"] == iterations
     assert metrics("run", "train")[-1]["iteration"] == iterations
-    assert load_config(Path("run/config.yaml")) == load_config(Path("c.yaml"))
+    assert load_config(Path("run/config.yaml")) == with_absolute_paths(load_config(Path("c.yaml")))
 
 
 def test_same_seed_same_run(config):
@@ -648,8 +651,9 @@ def test_printed_config_is_one(config):
     out = finish("finetune", "c.yaml")
     printed = out.split("# resolved config\n")[1].split("\n\n")[0] + "\n"
     Path("again.yaml").write_text(printed)
-    assert load_config(Path("again.yaml")) == load_config(Path("c.yaml"))
-    assert printed == dump_yaml(load_config(Path("c.yaml")))
+    effective = with_absolute_paths(load_config(Path("c.yaml")))
+    assert load_config(Path("again.yaml")) == effective
+    assert printed == dump_yaml(effective)
 
 
 def test_embedded_model(work):

@@ -232,8 +232,6 @@ def test_hub_data_sets(tmp_path):
     for broken, reason in [
         ({**entry, "completion_feature": "b"}, r'json\[train\[:80%\]\]:row 1: "b" is missing'),
         ({**entry, "train_split": "nope"}, r"hf_dataset: json\[nope\] cannot be loaded: "),
-        ({**entry, "prompt_featur": "q"}, "hf_dataset: unknown key prompt_featur; accepted are path"),
-        ({"name": "json"}, "hf_dataset: an object with the key path"),
     ]:
         with pytest.raises(UserError, match=reason):
             load_records(None, broken, mask_prompt=True)

@@ -331,7 +331,7 @@ def test_an_unreadable_adapter_file(broken, tmp_path):
         ("{", "is not an adapter config"),
         ('{"fine_tune_type": "lora"}', "is not an adapter config.*num_layers"),
         (
-            '{"fine_tune_type": "lora", "num_layers": 9, "lora_parameters": {}}',
+            '{"fine_tune_type": "lora", "num_layers": 9, "lora_parameters": {"rank": 4, "scale": 2}}',
             "num_layers: 9; accepted: -1",
         ),
         ('{"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": {"r": 4}}', "is not an adapter config.*'r'"),

@@ -17,7 +17,6 @@ from gdtrain.data.batches import train_stream
 from gdtrain.errors import Interrupted, TrainingStopped
 from gdtrain.model.lora import adapt
 from gdtrain.model.swap import swap_linear_attention
-from gdtrain.reporting.metrics import read_metrics
 from gdtrain.training.loop import guard
 from gdtrain.training.optimizer import build_optimizer
 from gdtrain.training.step import Window, build_step
@@ -139,16 +138,20 @@ def norm_of(gradients):
 @pytest.mark.parametrize("share", [0.1, 0.999])
 def test_clipping(share):
     model = mini.trainable()
-    window = window_of(build_step(model, compiled=False), [mini.batch(mini.samples(20, 30))])
-    whole, norm = window.mean(None)
+    step = build_step(model, compiled=False)
+
+    def mean(limit):
+        return window_of(step, [mini.batch(mini.samples(20, 30))]).mean(limit)
+
+    whole, norm = mean(None)
     assert scalar(norm) == pytest.approx(norm_of(whole), rel=1e-5)
     limit = share * scalar(norm)
-    clipped, reported = window.mean(limit)
+    clipped, reported = mean(limit)
     assert scalar(reported) == scalar(norm)  # before clipping
     assert norm_of(clipped) == pytest.approx(limit, rel=1e-5)
     scaled = tree_map(lambda g: share * g, whole)
     assert max(errors(clipped, scaled).values()) <= 1e-5  # one factor for all
-    unclipped, reported = window.mean(1.001 * scalar(norm))
+    unclipped, reported = mean(1.001 * scalar(norm))
     assert scalar(reported) == scalar(norm)
     assert max(errors(unclipped, whole).values()) == 0
 
@@ -183,7 +186,8 @@ def prepare_run(folder, texts=TEXTS, **values):
 
 
 def records(run, kind):
-    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [record for record in records if record["kind"] == kind]
 
 
 def by_hand(texts, updates_after, *, iterations=10, rate=1e-3):

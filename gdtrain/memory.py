@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+# MLX's allocators (malloc, Metal, CUDA) and Metal's command buffers.
+_ALLOCATION_FAILED = ("malloc", "unable to allocate", "out of memory", "outofmemory", "insufficient memory")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -35,6 +38,12 @@ def set_limits(memory_gb: float | None, cache_gb: float | None, wired_gb: float 
     else:
         maybe_set_recommended_wired_limit()
     return []
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether MLX raised this because an allocation failed; it has no exception type of its own for that."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _ALLOCATION_FAILED)
 
 
 def clear_cache_above(threshold: int) -> None:
