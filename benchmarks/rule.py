@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 LOOP = "mlx-lm loop"
-VARIANTS = {LOOP: 64, "replay": 64, "chunked": 64, "chunked, C = 32": 32, "chunked, C = 16": 16}
+# Chunk sizes; None is the default of the device.
+VARIANTS = {LOOP: None, "replay": None, "chunked": None, "chunked, C = 64": 64, "chunked, C = 16": 16}
 
 
 def main() -> None:

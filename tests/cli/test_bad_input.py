@@ -434,3 +434,15 @@ def test_eval_of_a_spoilt_adapter_config(text, trained):
 @pytest.mark.parametrize("target", ["data", "none/result.json", "run/config.yaml/result.json"])
 def test_result_that_cannot_be_written(target, trained):
     refuse("eval", "run", "--json", target, named=("--json", target))
+
+
+@pytest.mark.parametrize("keys", [{"num_layers": 99}, {"lora_parameters": {"keys": ["q_prj"]}}])
+def test_targets_are_checked_before_weights_are_read(keys, config, monkeypatch):
+    """mlx-lm maps the file; what would take time and memory is the evaluation."""
+
+    def forbidden(*args):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("gdtrain.session.mx.eval", forbidden)
+    config(**keys)
+    refuse("finetune", "c.yaml", named=("99" if "num_layers" in keys else "q_proj",))

@@ -209,3 +209,10 @@ def test_rows_that_changed_are_read_again(trained):
     """The data are those of the files now, as the config names them."""
     write_rows("data/valid.jsonl", ROWS["test"])
     assert evaluated("run")["loss"] == evaluated("run", "--split", "test")["loss"]
+
+
+def test_from_another_directory(trained, monkeypatch):
+    """The saved config names its data by absolute path."""
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert evaluated("../run")["loss"] == metrics("../run", "val")[-1]["loss"]

@@ -672,3 +672,55 @@ def test_model_with_thinking_template(work):
     write_config(model="thinking", data="rows", adapter_path="run", iters=1, batch_size=2, mask_prompt=True)
     finish("finetune", "c.yaml", "--set", "enable_thinking=false")
     assert metrics("run", "header")[0]["supervised_tokens"] == 2 * (3 + 1)
+
+
+# What is said of keys without effect, and of what MLX cannot do
+
+
+NOTES = {
+    "a schedule": (
+        {"learning_rate": 1e-5, "lr_schedule": {"name": "cosine_decay", "arguments": [1e-3, 10]}},
+        "note: learning_rate has no effect: lr_schedule starts at 0.001",
+    ),
+    "full": (
+        {"fine_tune_type": "full", "lora_parameters": {"rank": 4}},
+        "note: lora_parameters has no effect with fine_tune_type: full",
+    ),
+    "float16": ({"dtype": "float16"}, "note: float16 has little range"),
+    "limits": ({"memory_limit_gb": 8}, "note: memory_limit_gb and cache_limit_gb are accepted by MLX on a CPU"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_notes(case, config):
+    keys, note = NOTES[case]
+    config(**keys)
+    assert note in finish("finetune", "c.yaml")
+
+
+def test_an_adapter_of_another_scale_is_not_resumed(config):
+    """The same weights would mean another change of the model."""
+    config(adapter_path="earlier", lora_parameters={"rank": 2, "scale": 2.0})
+    finish("finetune", "c.yaml")
+    config(resume_adapter_file="earlier/adapters.safetensors", lora_parameters={"rank": 2, "scale": 20.0})
+    result = call("finetune", "c.yaml")
+    assert (result.code, "scale is 2.0 in that adapter and 20.0 here" in result.err) == (2, True)
+    config(resume_adapter_file="earlier/adapters.safetensors", lora_parameters={"rank": 2, "scale": 2.0})
+    finish("finetune", "c.yaml")
+    assert metrics("run", "val")[0]["loss"] == metrics("earlier", "val")[-1]["loss"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_out_of_memory(kind, config, monkeypatch):
+    config(fine_tune_type=kind)
+
+    def fail(*args):
+        raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes")
+
+    monkeypatch.setattr("gdtrain.training.loop.accumulate", fail)
+    result = call("finetune", "c.yaml")
+    assert result.code == 3
+    assert "iteration 1: out of memory; lower max_seq_length" in result.err
+    kept = "the last good weights are in run" if kind == "lora" else "its weights are not saved; saved before: best"
+    assert kept in result.out
+    assert Path("run/adapters.safetensors").exists() == (kind == "lora")

@@ -264,3 +264,21 @@ def test_reading_needs_no_heavy_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_arguments_of_the_hub_do_not_collide(monkeypatch):
+    """`config: {name: subset}` is its most usual use."""
+    import datasets
+
+    asked = []
+
+    def load_dataset(path, **arguments):
+        asked.append((path, arguments))
+        return [{"text": "a"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    entry = {"path": "owner/set", "config": {"name": "subset"}, "train_split": "train", "valid_split": "test"}
+    load_records(None, entry, mask_prompt=False)
+    assert asked[0] == ("owner/set", {"split": "train", "name": "subset"})
+    with pytest.raises(UserError, match=r"hf_dataset\.config: split is set by hf_dataset itself"):
+        load_records(None, {**entry, "config": {"split": "train"}}, mask_prompt=False)
