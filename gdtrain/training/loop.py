@@ -71,6 +71,17 @@ def train(
         save_adapter(to, weights, adaptation, config.model)
         metrics.write("save", iteration=iteration, path=str(to.relative_to(folder)))
 
+    def keep(weights: dict[str, mx.array] | None, reason: str) -> str:
+        """Save what is good when the run stops early; returns what became of it. Never hides the reason to stop."""
+        try:
+            metrics.write("stop", iteration=iteration, reason=reason)
+            if weights is None:
+                return f"its weights are not saved; saved before: {', '.join(list_checkpoints(folder)) or 'none'}"
+            save(folder, weights)
+        except UserError as fault:
+            return f"the last good weights could not be saved: {fault}"
+        return f"the last good weights are in {folder}"
+
     def validate() -> None:
         try:
             result = evaluate(
@@ -142,13 +153,10 @@ def train(
             stop = explain_stop(error, iteration)
             if isinstance(stop, Interrupted | SystemExit):
                 good = flat(model.trainable_parameters())
-            kept = f"the last good weights are in {folder}"
-            if good is None:
-                kept = f"its weights are not saved; saved before: {', '.join(list_checkpoints(folder)) or 'none'}"
-            else:
-                save(folder, good)
-            metrics.write("stop", iteration=iteration, reason=str(stop) or type(stop).__name__)
+            kept = keep(good, reason=str(stop) or type(stop).__name__)
             console.line(f"stopped at iteration {iteration}; {kept}")
+            if stop is error:
+                raise
             raise stop from error
 
 

@@ -16,8 +16,8 @@ RAGGED = mini.samples(5, 17, 33, 64)
 SHORT = mini.samples(5, 17, 30)
 
 # Relative L2 per tensor. Recomputing runs the same operations again: measured 0, and another kernel choice of MLX may
-# round differently. Rows in a batch are summed in another order than one by one: measured 3e-7.
-RECOMPUTED, ROWS = 1e-6, 3e-6
+# round differently. Rows in a batch are summed in another order than one by one: 3e-7 on a CPU, 3.5e-6 on an H200.
+RECOMPUTED, ROWS = 1e-6, 1e-5
 
 
 def gradients_of(model, batch, *, recompute=False, seed=3):

@@ -21,8 +21,8 @@ from gdtrain.training.loop import guard
 from gdtrain.training.optimizer import build_optimizer
 from gdtrain.training.step import Window, build_step
 
-# Relative L2 per tensor: the same sums in another order. Measured 3e-7.
-SUMS = 3e-6
+# Relative L2 per tensor: the same sums in another order. Measured 3e-7 on a CPU, 4e-6 on an H200.
+SUMS = 1e-5
 
 
 def config(**values):
