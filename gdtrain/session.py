@@ -14,8 +14,9 @@ from gdtrain.data.conversation import Sample
 from gdtrain.data.prepare import Counts, prepare
 from gdtrain.data.records import load_records
 from gdtrain.errors import UserError
+from gdtrain.model.adapter import check_same_adapter, load_adapter_weights
 from gdtrain.model.load import find_model, load_model, load_tokenizer, vocabulary_size
-from gdtrain.model.lora import Adaptation, adapt, check_same_adapter, load_adapter_weights
+from gdtrain.model.lora import Adaptation, adapt
 from gdtrain.model.swap import Swapped, swap_linear_attention
 
 Say = Callable[[str], None]

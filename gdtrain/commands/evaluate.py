@@ -13,7 +13,7 @@ from gdtrain.data.sources import SPLITS
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
 from gdtrain.memory import set_limits
-from gdtrain.model.lora import ADAPTER_FILE, check_adapter_file, load_adapter
+from gdtrain.model.adapter import ADAPTER_FILE, check_adapter_file, load_adapter
 from gdtrain.model.swap import check_kernel
 from gdtrain.session import open_data, open_session
 from gdtrain.training.run_directory import CONFIG_FILE, find_adapter, run_directory

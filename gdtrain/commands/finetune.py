@@ -12,7 +12,7 @@ from gdtrain.data.stdlib import STDLIB
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
 from gdtrain.memory import set_limits
-from gdtrain.model.lora import ADAPTER_FILE, check_adapter_file, load_adapter
+from gdtrain.model.adapter import ADAPTER_FILE, check_adapter_file, load_adapter
 from gdtrain.model.swap import check_kernel
 from gdtrain.model.tiny_path import TINY
 from gdtrain.reporting.console import RunConsole

@@ -1,14 +1,11 @@
-"""Which projections train, and the adapter on disk in the form that stock mlx_lm loads."""
+"""Which projections train: LoRA, DoRA or the blocks in full."""
 
 import difflib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -18,7 +15,6 @@ from gdtrain.errors import UserError
 from gdtrain.model.dropout import key_dropouts
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
-ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 _ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 _DENSE = (nn.Linear, nn.QuantizedLinear)
 _EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -85,113 +81,6 @@ def adapt(
     for block in adapted:
         key_dropouts(block)
     return Adaptation(fine_tune_type, num_layers, parameters, _targets(adapted))
-
-
-def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptation, base: str) -> None:
-    """Write adapters.safetensors and adapter_config.json, each beside its place and then renamed.
-
-    Args:
-        weights: the trainable parameters by name.
-        base: the model's folder or Hub id as the config names it; told to the reader, not used by stock mlx_lm.
-
-    Raises:
-        UserError: the folder cannot be written, for example because the disk is full.
-    """
-    config = {
-        "model": base,
-        "fine_tune_type": adaptation.fine_tune_type,
-        "num_layers": adaptation.num_layers,
-        "lora_parameters": adaptation.lora_parameters,
-    }
-    mx.eval(weights)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"partial-{ADAPTER_FILE}"
-        mx.save_safetensors(str(partial), weights, metadata={"format": "mlx"})
-        partial.replace(folder / ADAPTER_FILE)
-        partial = folder / f"partial-{ADAPTER_CONFIG}"
-        partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder / ADAPTER_CONFIG)
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"adapter: {folder} cannot be written: {error}") from error
-
-
-def load_adapter_weights(model: nn.Module, file: Path) -> None:
-    """Load an adapter file into an adapted model, strictly.
-
-    Raises:
-        UserError: the file is missing or unreadable, or a tensor is missing, unexpected or of another shape.
-    """
-    check_adapter_file(file)
-    try:
-        weights = cast(dict[str, mx.array], mx.load(str(file), format="safetensors"))
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"adapter: {file} cannot be read: {error}") from error
-    expected = flat(model.trainable_parameters())
-    faults = [f"{name} is missing" for name in expected.keys() - weights.keys()]
-    faults += [f"{name} is not a trainable parameter of this model" for name in weights.keys() - expected.keys()]
-    faults += [
-        f"{name} has shape {weights[name].shape}; accepted here: {expected[name].shape}"
-        for name in weights.keys() & expected.keys()
-        if weights[name].shape != expected[name].shape
-    ]
-    if faults:
-        shown = "\n  ".join(sorted(faults)[:20])
-        raise UserError(f"adapter: {file} does not fit the model ({len(faults)} faults):\n  {shown}")
-    model.load_weights([(name, x.astype(expected[name].dtype)) for name, x in weights.items()], strict=False)
-
-
-def check_adapter_file(file: Path) -> None:
-    """Raise UserError unless the file exists and is called .safetensors."""
-    if not file.is_file():
-        raise UserError(f"adapter: {file} does not exist")
-    if file.suffix != ".safetensors":
-        raise UserError(f"adapter: {file} is not a .safetensors file")
-
-
-def check_same_adapter(folder: Path, adaptation: Adaptation) -> None:
-    """Compare an adaptation with the adapter_config.json beside an adapter that it is to start from, if there is one.
-
-    Raises:
-        UserError: another type, rank or scale: the weights would mean something else.
-    """
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return
-    kind, _, lora = _read_config(folder / ADAPTER_CONFIG)
-    ours, theirs = adaptation.lora_parameters or {}, lora or {}
-    found: dict[str, tuple[Any, Any]] = {"fine_tune_type": (kind, adaptation.fine_tune_type)}
-    found |= {f"lora_parameters.{key}": (theirs.get(key), ours.get(key)) for key in ("rank", "scale")}
-    faults = [f"{key} is {its!r} in that adapter and {our!r} here" for key, (its, our) in found.items() if its != our]
-    if faults:
-        raise UserError(f"resume_adapter_file: {folder}: {'; '.join(faults)}")
-
-
-def load_adapter(model: nn.Module, folder: Path) -> Adaptation:
-    """Adapt a model as the adapter_config.json of `folder` says, and load the adapter strictly.
-
-    Raises:
-        UserError: a file is missing or faulty, or does not fit the model.
-    """
-    kind, blocks, lora = _read_config(folder / ADAPTER_CONFIG)
-    adaptation = adapt(model, fine_tune_type=kind, num_layers=blocks, **(lora or {}))
-    load_adapter_weights(model, folder / ADAPTER_FILE)
-    return adaptation
-
-
-def _read_config(file: Path) -> tuple[str, int, dict[str, Any] | None]:
-    """fine_tune_type, num_layers and lora_parameters of an adapter_config.json."""
-    if not file.is_file():
-        raise UserError(f"adapter: {file} does not exist")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        kind, blocks, lora = config["fine_tune_type"], config["num_layers"], config["lora_parameters"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"adapter: {file} is not an adapter config: {error!r}") from error
-    if not isinstance(blocks, int):
-        raise UserError(f"adapter: {file} is not an adapter config: num_layers is {blocks!r}")
-    if kind != "full" and not {"rank", "scale"} <= set(lora or ()) <= {"rank", "scale", "dropout", "keys"}:
-        raise UserError(f"adapter: {file} is not an adapter config: lora_parameters are {lora!r}")
-    return kind, blocks, lora
 
 
 def _check_quantisation(blocks: list[nn.Module], fine_tune_type: str) -> None:

@@ -14,7 +14,8 @@ from gdtrain.data.conversation import Sample
 from gdtrain.errors import Interrupted, TrainingStopped, UserError
 from gdtrain.evaluation import evaluate
 from gdtrain.memory import clear_cache_above, is_out_of_memory, read_memory
-from gdtrain.model.lora import Adaptation, save_adapter
+from gdtrain.model.adapter import save_adapter
+from gdtrain.model.lora import Adaptation
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.metrics import MetricsFile
 from gdtrain.session import Session

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from gdtrain.errors import UserError
-from gdtrain.model.lora import ADAPTER_CONFIG, ADAPTER_FILE
+from gdtrain.model.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 
 CONFIG_FILE, METRICS_FILE, CHECKPOINTS, BEST = "config.yaml", "metrics.jsonl", "checkpoints", "best"
 _OF_A_RUN = (ADAPTER_FILE, ADAPTER_CONFIG, CONFIG_FILE, METRICS_FILE, CHECKPOINTS, BEST)

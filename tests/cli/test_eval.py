@@ -17,8 +17,8 @@ from conftest import ROWS
 from mini import FAMILIES
 
 from gdtrain.config_file import load_config
+from gdtrain.model.adapter import load_adapter
 from gdtrain.model.load import find_model, load_model
-from gdtrain.model.lora import load_adapter
 from gdtrain.model.swap import swap_linear_attention
 
 EXACT = 1e-12  # the same operations on the same machine

@@ -15,7 +15,8 @@ from mlx_lm.tuner.utils import load_adapters
 from gdtrain.arrays import flat
 from gdtrain.config_file import load_config
 from gdtrain.errors import UserError
-from gdtrain.model.lora import adapt, load_adapter, load_adapter_weights, save_adapter
+from gdtrain.model.adapter import load_adapter, load_adapter_weights, save_adapter
+from gdtrain.model.lora import adapt
 from gdtrain.training.step import build_step
 
 GDN = {
