@@ -9,8 +9,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gdtrain.config import NOT_YET, SCHEDULES, LoraParameters, OptimizerConfig, RunConfig, Section
+from gdtrain.config import NOT_YET, SCHEDULES, LoraParameters, OptimizerConfig, RunConfig
 from gdtrain.config_file import dump_yaml, load_config
+from gdtrain.config_section import Section
 from gdtrain.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -309,7 +310,7 @@ def test_unknown_key_with_null_and_keys_that_are_not_text(faults):
 
 
 def test_every_alias_points_at_a_key():
-    from gdtrain.config_file import _ALIASES, _names
+    from gdtrain.config_faults import _ALIASES, _names
 
     for name, target in _ALIASES.items():
         *parents, leaf = target.split(".")
