@@ -1,4 +1,4 @@
-"""The schema of a run: every key, its type, its limits, its default. Read by config_file.py, worded by config_faults.py."""
+"""The schema of a run: every key with its type, limits, default and meaning."""
 
 from __future__ import annotations
 
