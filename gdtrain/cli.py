@@ -52,7 +52,9 @@ def evaluate(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Loss, perplexity, speed and peak memory of a run on one split, every supervised token counted once.
+    """Loss, perplexity, speed and peak memory of a run on one split.
+
+    valid and test take as many batches as val_batches and test_batches say, train takes all rows.
 
     Example: gdtrain eval runs/quickstart --split test
     """

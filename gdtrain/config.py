@@ -303,7 +303,3 @@ class RunConfig(Section):
         if self.grad_accumulation_steps > self.iters:
             message = f"{self.grad_accumulation_steps} is more than iters ({self.iters}): no window would fill"
             yield Contradiction(("grad_accumulation_steps", "iters"), message)
-        updates = math.ceil(self.iters / self.grad_accumulation_steps)
-        if self.lr_schedule is not None and self.lr_schedule.warmup > updates:
-            message = f"{self.lr_schedule.warmup} is more than the {updates} updates: the warm-up would never end"
-            yield Contradiction(("lr_schedule.warmup", "iters"), message)

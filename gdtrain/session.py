@@ -47,12 +47,12 @@ def open_data(config: RunConfig, splits: Sequence[str], say: Say) -> Data:
     Raises:
         UserError: model, tokenizer or data are missing or faulty.
     """
-    files = find_model(config.model)
-    tokenizer = load_tokenizer(files, trust_remote_code=config.trust_remote_code)
     hf_dataset = None if config.hf_dataset is None else [source.model_dump() for source in config.hf_dataset]
     records = load_records(config.data, hf_dataset, mask_prompt=config.mask_prompt, require=splits[0])
     for note in records.notes:
         say(note)
+    files = find_model(config.model)
+    tokenizer = load_tokenizer(files, trust_remote_code=config.trust_remote_code)
     if config.enable_thinking is not None and any(
         r.kind == "text" for split in splits for r in getattr(records, split)
     ):

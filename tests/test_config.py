@@ -328,10 +328,6 @@ def test_every_alias_points_at_a_key():
         ("iters: 5\nepochs: 2", "c.yaml:4: epochs: set together with iters"),
         ("iters: 3\ngrad_accumulation_steps: 4", "c.yaml:4: grad_accumulation_steps: 4 is more than iters (3)"),
         ("grad_accumulation_steps: 1001", "c.yaml:3: grad_accumulation_steps: 1001 is more than iters (1000)"),
-        (
-            "iters: 9\nlr_schedule:\n  name: cosine_decay\n  warmup: 10\n  arguments: [1, 2]",
-            "c.yaml:6: lr_schedule.warmup: 10 is more than the 9 updates",
-        ),
         ("lora_parameters:\n  scale: 20\n  alpha: 2", "c.yaml:5: lora_parameters.alpha: set together with scale"),
         ("lora_parameters:\n  rslora: true", "c.yaml:4: lora_parameters.rslora: true needs alpha"),
         ("hf_dataset: {path: x}", "c.yaml:3: hf_dataset: set together with data"),

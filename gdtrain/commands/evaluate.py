@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from rich.console import Console
+from rich.progress import Progress
 
 from gdtrain.config import RunConfig
 from gdtrain.config_file import load_config
@@ -39,34 +40,45 @@ def run_evaluate(
     adapter = None if no_adapter else find_adapter(run, checkpoint)
     if adapter is not None:
         check_adapter_file(adapter / ADAPTER_FILE)
+    if adapter is None and checkpoint != "last":
+        raise UserError("--checkpoint and --no-adapter exclude each other")
     notes = set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
     data = open_data(config, [split], notes.append)
     session = open_session(config, data)
     if adapter is not None:
         load_adapter(session.model, adapter)
-    result = evaluate(
-        session.model,
-        data.samples[split],
-        batch_size=config.batch_size,
-        max_seq_length=config.max_seq_length,
-        batches={"valid": config.val_batches, "test": config.test_batches, "train": -1}[split],
-        cache_threshold=config.clear_cache_threshold,
-    )
+    for note in notes:
+        console.print(note, markup=False, soft_wrap=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("evaluating")
+        result = evaluate(
+            session.model,
+            data.samples[split],
+            batch_size=config.batch_size,
+            max_seq_length=config.max_seq_length,
+            batches={"valid": config.val_batches, "test": config.test_batches, "train": -1}[split],
+            cache_threshold=config.clear_cache_threshold,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
     figures = {
         "split": split,
         "adapter": None if adapter is None else str(adapter),
         "kernel": session.swapped.choice.backend,
         **asdict(result),
+        "rows_in_split": len(data.samples[split]),
         "perplexity": result.perplexity,
         "peak_memory_gb": mx.get_peak_memory() / 1e9,
     }
-    for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
     for name, value in figures.items():
-        shown = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-        console.print(f"{name.replace('_', ' '):>18}  {shown}", markup=False, soft_wrap=True)
+        console.print(f"{name.replace('_', ' '):>18}  {_shown(value)}", markup=False, soft_wrap=True)
     if json_file is not None:
         _write(json_file, figures)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
 
 
 def _open(target: Path, overrides: list[str]) -> tuple[RunConfig, Path]:

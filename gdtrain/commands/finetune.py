@@ -1,6 +1,7 @@
 """gdtrain finetune: from a config to a run directory. Faults are found in the order of their cost: in the config, the
 data, the model; only then is anything written."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,9 @@ def _train(config: RunConfig, folder: Path, console: RunConsole) -> Session:
     data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
     rows = data.samples["train"]
     iterations = count_iterations(config, rows)
+    updates = math.ceil(iterations / config.grad_accumulation_steps)
+    if config.lr_schedule is not None and config.lr_schedule.warmup > updates:
+        console.line(f"warning: lr_schedule.warmup is {config.lr_schedule.warmup}, but the run has {updates} updates")
     batches = epoch_batches(rows, config.batch_size, seed=config.seed, epoch=0)
     console.line(f"padding: {100 * padding_share(rows, batches):.1f} % of the positions of an epoch")
     if config.test and not data.samples["test"]:

@@ -22,13 +22,15 @@ class Counts:
     """What became of the rows. A target is a supervised token; the first token of a row is never one.
 
     rows_read = rows_kept + the sum of rows_dropped. tokens and supervised_tokens are those kept, tokens_lost and
-    supervised_lost those of cut ends and of dropped rows. rows_truncated: rows kept, but cut.
+    supervised_lost those of cut ends and of dropped rows. rows_truncated: rows kept, but cut. rows_of_one: rows kept
+    with a single target, which in a conversation is the end of an empty answer.
     """
 
     max_seq_length: int
     rows_read: int = 0
     rows_kept: int = 0
     rows_truncated: int = 0
+    rows_of_one: int = 0
     rows_dropped: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     tokens_lost: int = 0
@@ -41,6 +43,8 @@ class Counts:
         parts = [f"{kept}, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised"]
         if self.rows_truncated:
             parts.append(f"{self.rows_truncated:,} rows cut to {self.max_seq_length:,} tokens")
+        if self.rows_of_one:
+            parts.append(f"{self.rows_of_one:,} rows with one supervised token only (an empty answer?)")
         parts += [f"{count:,} rows dropped {reason}" for reason, count in sorted(self.rows_dropped.items())]
         if self.tokens_lost:
             parts.append(f"lost {self.tokens_lost:,} tokens, {self.supervised_lost:,} supervised")
@@ -116,6 +120,7 @@ def _settle(sample: Sample, counts: Counts, on_long: str) -> Sample | None:
         return None
     counts.rows_kept += 1
     counts.rows_truncated += length > limit
+    counts.rows_of_one += kept == 1
     counts.tokens += len(sample.ids)
     counts.tokens_lost += length - len(sample.ids)
     counts.supervised_tokens += kept

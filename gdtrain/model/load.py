@@ -17,29 +17,33 @@ from gdtrain.errors import UserError
 from gdtrain.model.tiny_path import TINY, tiny_model_path
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-_FILES = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "model*.safetensors"]
+_FILES = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+_WEIGHTS = "model*.safetensors"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder on this machine and its config.json."""
+    """A model's folder on this machine, its config.json, and the Hub repository that its weights are to come from."""
 
     folder: Path
     config: dict[str, Any]
+    repository: str | None
 
 
 def find_model(name: str) -> ModelFiles:
     """Find a model and read its config.json, before any weights are read.
 
     Args:
-        name: "tiny" (the model inside the package), a folder, or the id of a Hub repository, which is downloaded.
+        name: "tiny" (the model inside the package), a folder, or the id of a Hub repository, of which all but the
+            weights is downloaded.
 
     Raises:
         UserError: not found, not readable, or not a model this tool trains.
     """
     folder = tiny_model_path() if name == TINY else Path(name).expanduser()
-    if not folder.exists():
-        folder = _download(name)
+    repository = None if folder.exists() else name
+    if repository is not None:
+        folder = _download(repository, _FILES)
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise UserError(f"model: {folder} has no config.json")
@@ -51,9 +55,9 @@ def find_model(name: str) -> ModelFiles:
         raise UserError(f"model: {config_file} is not a JSON object")
     if config.get("model_type") not in MODEL_TYPES:
         raise UserError(f"model: {name} is of type {config.get('model_type')!r}; accepted: {', '.join(MODEL_TYPES)}")
-    if not any(folder.glob("model*.safetensors")):
-        raise UserError(f"model: {folder} has no model*.safetensors")
-    return ModelFiles(folder, config)
+    if repository is None and not any(folder.glob(_WEIGHTS)):
+        raise UserError(f"model: {folder} has no {_WEIGHTS}")
+    return ModelFiles(folder, config, repository)
 
 
 def load_tokenizer(files: ModelFiles, *, trust_remote_code: bool = False) -> TokenizerWrapper:
@@ -87,11 +91,13 @@ def vocabulary_size(files: ModelFiles) -> int:
 def load_model(files: ModelFiles, *, dtype: str | None = None) -> nn.Module:
     """The model, weights in the checkpoint's dtype (or `dtype`), A_log in float32, nothing trainable yet.
 
-    The weights are not read from disk before they are evaluated, so that what does not fit the model is found first.
+    Weights of a Hub repository are downloaded now, and read from disk when they are evaluated.
 
     Raises:
         UserError: the weights do not fit the config, or are float16 without being asked for.
     """
+    if files.repository is not None:
+        _download(files.repository, [_WEIGHTS])
     try:
         model, _ = load_weights(files.folder, lazy=True)
     except Exception as error:  # mlx-lm raises whatever a faulty config.json or weights file leads to
@@ -116,14 +122,14 @@ def _cast(path: str, x: mx.array, dtype: str | None) -> mx.array:
     return x.astype(getattr(mx, dtype))
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"model: no folder {name}; accepted: a folder, a Hub id such as Qwen/Qwen3.5-0.8B, or tiny")
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"model: {name} is neither a folder here nor to be had from the Hub: {_shortened(error, lines=1)}"

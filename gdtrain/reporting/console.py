@@ -26,6 +26,7 @@ class RunConsole:
     def targets(self, targets: list[Target]) -> None:
         """One row per adapted projection, and their sum."""
         table = Table("trained in each block", "blocks", "parameters", box=None, pad_edge=False)
+        table.columns[0].overflow = "fold"
         for column in table.columns[1:]:
             column.justify = "right"
         for target in targets:

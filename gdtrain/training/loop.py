@@ -172,7 +172,7 @@ def accumulate(step: LossAndGradients, batch: Batch, window: Window) -> float:
 def explain_stop(error: BaseException, iteration: int) -> BaseException:
     """What the user is told when the loop ends early: the error itself, unless a clearer one is known."""
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted(f"interrupted at iteration {iteration}")
+        return Interrupted(f"interrupted at iteration {iteration}; resume_adapter_file goes on from its weights")
     if is_out_of_memory(error):
         return TrainingStopped(
             f"iteration {iteration}: out of memory; lower max_seq_length, batch_size or lora_parameters.rank, "
@@ -185,7 +185,7 @@ def count_iterations(config: RunConfig, rows: list[Sample]) -> int:
     """The batches of the run: `iters`, or as many as `epochs` takes.
 
     Raises:
-        UserError: fewer rows than a batch has, or with `epochs` too few batches for an accumulation window or warm-up.
+        UserError: fewer rows than a batch has, or with `epochs` too few batches for an accumulation window.
     """
     check_enough(rows, config.batch_size)
     if config.epochs is None:
@@ -195,11 +195,6 @@ def count_iterations(config: RunConfig, rows: list[Sample]) -> int:
         raise UserError(
             f"grad_accumulation_steps: {config.grad_accumulation_steps} is more than the {iterations} iterations "
             f"of {config.epochs:g} epochs"
-        )
-    updates = math.ceil(iterations / config.grad_accumulation_steps)
-    if config.lr_schedule is not None and config.lr_schedule.warmup > updates:
-        raise UserError(
-            f"lr_schedule.warmup: {config.lr_schedule.warmup} is more than the {updates} updates of the run"
         )
     return iterations
 

@@ -89,16 +89,20 @@ def test_result(trained):
     out = finish("eval", "run", "--split", "test", "--json", "result.json")
     result = json.loads(Path("result.json").read_text())
     assert result.keys() == {
-        *("split", "adapter", "kernel", "loss", "perplexity", "rows", "supervised_tokens"),
+        *("split", "adapter", "kernel", "loss", "perplexity", "rows", "rows_in_split", "supervised_tokens"),
         *("tokens_per_second", "seconds", "peak_memory_gb"),
     }
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]), rel=1e-12)
     assert result["kernel"] == "chunked"
     assert result["tokens_per_second"] > 0
     assert 0 < result["peak_memory_gb"] < 1
-    shown = {" ".join(line.split()[:-1]): line.split()[-1] for line in out.splitlines()[-10:]}
+    shown = {" ".join(line.split()[:-1]): line.split()[-1] for line in out.splitlines()[-11:]}
     assert shown == {
-        name.replace("_", " "): f"{value:.6g}" if isinstance(value, float) else str(value)
+        name.replace("_", " "): str(value)
+        if not isinstance(value, float)
+        else f"{value:,.0f}"
+        if value >= 1000
+        else f"{value:.6g}"
         for name, value in result.items()
     }
 

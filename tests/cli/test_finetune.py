@@ -724,3 +724,16 @@ def test_out_of_memory(kind, config, monkeypatch):
     kept = "the last good weights are in run" if kind == "lora" else "its weights are not saved; saved before: best"
     assert kept in result.out
     assert Path("run/adapters.safetensors").exists() == (kind == "lora")
+
+
+def test_a_warm_up_longer_than_the_run(config):
+    """A short trial of a config should not need other schedule values."""
+    config(lr_schedule={"name": "cosine_decay", "arguments": [1e-3, 10], "warmup": 10})
+    assert "warning: lr_schedule.warmup is 10, but the run has 2 updates" in finish("finetune", "c.yaml")
+
+
+def test_empty_answers_are_counted(config):
+    """They train the end of the turn only: a model that falls silent."""
+    write_rows("data/train.jsonl", [{"prompt": "a", "completion": ""}, *[{"prompt": "a", "completion": "b"}] * 3])
+    config(mask_prompt=True)
+    assert "1 rows with one supervised token only (an empty answer?)" in finish("finetune", "c.yaml")
