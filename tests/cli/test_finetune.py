@@ -1,21 +1,16 @@
 """gdtrain finetune: what a run prints, writes and computes."""
 
-import math
 import os
 import pty
 import re
-import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
-import yaml
 from command import SCRIPT, adapter, call, distance, environ, evaluated, finish, metrics, write_config, write_rows
 from conftest import ITERATIONS
-from mini import FAMILIES, toy_tokenizer, write_checkpoint
+from mini import FAMILIES
 
 from gdtrain.commands.finetune import with_absolute_paths
 from gdtrain.config_file import dump_yaml, load_config
@@ -181,125 +176,6 @@ def test_progress_bar_on_a_terminal(config):
     assert code == 0
     assert "2/2" in written
     assert not COLOUR.search(written)
-
-
-# What goes in
-
-
-def test_override_wins_and_is_saved(config):
-    """C39."""
-    config(lora_parameters={"rank": 8}, seed=3)
-    out = finish("finetune", "c.yaml", "--set", "lora_parameters.rank=2", "--set", "seed=4")
-    saved = yaml.safe_load(Path("run/config.yaml").read_text())
-    assert (saved["lora_parameters"]["rank"], saved["seed"]) == (2, 4)
-    assert "  rank: 2\n" in out
-    assert {min(x.shape) for x in adapter("run").values()} == {2}
-    assert metrics("run")[-1]["iteration"] == 2
-
-
-@pytest.mark.parametrize("rate", ["1e-5", "'1e-5'", "1.0e-5"])
-def test_numbers_may_be_written_in_any_way(rate, config):
-    """C37."""
-    with config().open("a") as file:
-        file.write(f"learning_rate: {rate}\n")
-    text = Path("c.yaml").read_text().replace("learning_rate: 0.005\n", "")
-    Path("c.yaml").write_text(text)
-    finish("finetune", "c.yaml", "--set", "iters=1")
-    assert metrics("run", "train")[0]["learning_rate"] == pytest.approx(1e-5, rel=1e-6)
-
-
-TEXT = {"text": "abcdefgh"}
-PAIR = {"prompt": "123456", "completion": "abc"}
-CHAT = {"messages": [{"role": "user", "content": "123456"}, {"role": "assistant", "content": "abc"}]}
-ROUNDS = {"messages": [turn for _ in range(3) for turn in CHAT["messages"]]}
-# The plain template adds "<|im_start|>user\n" and "<|im_end|>\n", "<|im_start|>assistant\n" and "<|im_end|>\n".
-FRAME = (6 + 2) + (11 + 2)
-KINDS = {
-    "text": (TEXT, {}, 8),  # eight characters and the end, of which the first is no target
-    "pair": (PAIR, {}, FRAME + 9 - 1),
-    "chat": (CHAT, {}, FRAME + 9 - 1),
-    "pair, masked": (PAIR, {"mask_prompt": True}, 3 + 1),  # C19: the completion and the end of the turn
-    "chat, masked": (CHAT, {"mask_prompt": True}, 3 + 1),
-    "three rounds": (ROUNDS, {"mask_prompt": True}, 3 * (3 + 1)),  # C23
-    "the last of three": (ROUNDS, {"mask_prompt": True, "supervise": "last"}, 3 + 1),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_data(kind, config):
-    row, keys, supervised = KINDS[kind]
-    config(data="rows", batch_size=4, iters=1, **keys)
-    write_rows("rows/train.jsonl", [row] * 4)
-    write_rows("rows/valid.jsonl", [row])
-    finish("finetune", "c.yaml")
-    assert metrics("run", "header")[0]["supervised_tokens"] == 4 * supervised
-    assert metrics("run", "train")[0]["supervised_tokens"] == 4 * supervised
-    assert [record["supervised_tokens"] for record in metrics("run", "val")] == [supervised, supervised]
-
-
-def test_empty_answer(config):
-    """C17: only the end of the turn counts."""
-    config(data="rows", mask_prompt=True)
-    write_rows("rows/train.jsonl", [PAIR, {"prompt": "123", "completion": ""}])
-    finish("finetune", "c.yaml")
-    assert metrics("run", "header")[0]["supervised_tokens"] == 4 + 1
-    assert all(math.isfinite(record["loss"]) for record in metrics("run", "train"))
-
-
-def test_row_whose_answer_is_cut_off(config):
-    """C18: skipped and counted."""
-    config(data="rows", mask_prompt=True, max_seq_length=40)
-    write_rows("rows/train.jsonl", [PAIR, {"prompt": "1" * 50, "completion": "abc"}, PAIR])
-    out = finish("finetune", "c.yaml")
-    assert "train: 2 of 3 rows kept" in out
-    assert out.count("cut off") == 1
-    assert metrics("run", "header")[0]["train_rows"] == 2
-
-
-@pytest.mark.parametrize(
-    ("on_long", "kept", "said"), [("truncate", 3, "1 rows cut to 40"), ("drop", 2, "1 rows dropped")]
-)
-def test_long_rows(on_long, kept, said, config):
-    """C42."""
-    config(data="rows", max_seq_length=40, on_long=on_long)
-    write_rows("rows/train.jsonl", [TEXT, {"text": "a" * 60}, TEXT])
-    out = finish("finetune", "c.yaml")
-    assert f"train: {kept} of 3 rows kept" in out
-    assert out.count(said) == 1
-    assert "lost" in out
-    assert metrics("run", "header")[0]["train_rows"] == kept
-
-
-def test_windows_file(config):
-    """C33: byte order mark, CRLF, blank lines."""
-    config(data="rows")
-    Path("rows").mkdir()
-    Path("rows/train.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\r\n\r\n{"text": "abc"}\r\n\r\n')
-    assert "train: 2 of 2 rows kept" in finish("finetune", "c.yaml")
-
-
-def test_no_validation_rows(config):
-    """C31: one warning, training goes on."""
-    config()
-    Path("data/valid.jsonl").unlink()
-    out = finish("finetune", "c.yaml")
-    assert out.count("warning") == 1
-    assert "no validation rows" in out
-    assert "Val loss" not in out
-    assert metrics("run", "val") == []
-    assert not Path("run/best").exists()
-    assert Path("run/adapters.safetensors").is_file()
-
-
-def test_fewer_validation_rows_than_a_batch(config):
-    """C30."""
-    config(batch_size=4)
-    write_rows("data/valid.jsonl", [TEXT])
-    write_rows("data/train.jsonl", [TEXT] * 4)
-    finish("finetune", "c.yaml")
-    records = metrics("run", "val")
-    assert [(record["iteration"], record["supervised_tokens"]) for record in records] == [(0, 8), (2, 8)]
-    assert all(0 < record["loss"] < 50 for record in records)
 
 
 # How it trains
@@ -523,128 +399,6 @@ def test_home_is_expanded(config, monkeypatch, tmp_path):
     assert not Path("~").exists()
 
 
-# How it stops
-
-
-def start(*args: object) -> subprocess.Popen:
-    """A run in a new process that has said its first train loss."""
-    child = subprocess.Popen(
-        [SCRIPT, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ()
-    )
-    assert child.stdout is not None
-    assert any("train loss" in line for line in child.stdout)
-    return child
-
-
-def test_interrupt_saves(config):
-    config(iters=100_000, steps_per_report=1, steps_per_eval=100_000)
-    child = start("finetune", "c.yaml")
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
-    assert child.returncode == 130
-    assert "Traceback" not in out + err
-    (stop,) = metrics("run", "stop")
-    assert 1 <= stop["iteration"] < 100_000
-    trained = [name for name, x in adapter("run").items() if name.endswith("lora_b") and np.abs(x).max() > 0]
-    assert len(trained) > 20
-    assert evaluated("run")["loss"] != metrics("run", "val")[0]["loss"]
-    assert not list(Path("run").rglob("partial*"))
-
-
-def test_interrupt_is_said(config, monkeypatch):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("gdtrain.commands.finetune.open_session", interrupted)
-    config()
-    assert call("finetune", "c.yaml")[::2] == (130, "gdtrain: interrupted\n")
-    assert "Traceback" in call("finetune", "c.yaml", "--debug").err
-    assert not Path("run").exists()
-
-
-def test_interrupt_within_a_compiled_step(config, monkeypatch):
-    """While a step is traced, the model holds placeholders."""
-    from gdtrain.training import step
-
-    def interrupted(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
-    real = step.token_loss
-    monkeypatch.setattr(step, "token_loss", interrupted)
-    config(compile=True)
-    Path("data/valid.jsonl").unlink()
-    mx.enable_compile()  # nothing is built: the first trace is where it ends
-    try:
-        result = call("finetune", "c.yaml")
-    finally:
-        mx.disable_compile()
-    assert result.code == 130
-    monkeypatch.setattr(step, "token_loss", real)
-    losses = [evaluated("run", "--split", "train", *more)["loss"] for more in ([], ["--no-adapter"])]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
-
-
-def test_closed_pipe_saves(config):
-    """`gdtrain finetune ... | head`: whatever the exit code, the work is not lost."""
-    config(iters=8, steps_per_report=1, steps_per_eval=100)
-    child = start("finetune", "c.yaml")
-    assert child.stdout is not None
-    child.stdout.close()
-    assert child.stderr is not None
-    err = child.stderr.read()
-    child.wait(timeout=60)
-    assert "Traceback" not in err
-    assert Path("run/adapters.safetensors").is_file()
-
-
-@pytest.fixture
-def poisoned(work, checkpoint):
-    """A checkpoint with one weight that is not a number."""
-    shutil.copytree(checkpoint, "poisoned")
-    tensors = dict(mx.load("poisoned/model.safetensors"))
-    name = "language_model.model.layers.2.mlp.down_proj.weight"
-    tensors[name] = mx.where(mx.arange(tensors[name].size).reshape(tensors[name].shape) == 5, math.nan, tensors[name])
-    mx.save_safetensors("poisoned/model.safetensors", tensors)
-    return "poisoned"
-
-
-def test_loss_that_is_not_finite(config, poisoned):
-    config(model=poisoned, data="rows")
-    write_rows("rows/train.jsonl", [TEXT, TEXT])
-    result = call("finetune", "c.yaml")
-    assert result.code == 3
-    assert result.err.startswith("gdtrain: iteration 1: the loss is nan")
-    assert "train.jsonl:1" in result.err
-    assert "train.jsonl:2" in result.err
-    assert "Traceback" not in result.err
-    assert len(result.err.splitlines()) == 1
-    (stop,) = metrics("run", "stop")
-    assert stop["iteration"] == 1
-    assert "nan" in stop["reason"]
-
-
-def test_validation_that_is_not_finite(config, poisoned):
-    config(model=poisoned)
-    result = call("finetune", "c.yaml")
-    assert result.code == 3
-    assert "nan" in result.err
-    assert "valid.jsonl:1" in result.err
-    assert metrics("run", "stop")[0]["iteration"] == 0
-    result = call("eval", "run", "--split", "test")
-    assert result.code == 3
-    assert "test.jsonl:1" in result.err
-
-
-def test_last_good_adapter_is_kept(config):
-    """An update of this size leaves finite weights whose loss is not finite; they are not to be saved."""
-    config(optimizer="sgd", learning_rate=1e30, iters=5, steps_per_report=1)
-    result = call("finetune", "c.yaml")
-    assert result.code == 3
-    assert result.err.startswith("gdtrain: iteration 2: ")
-    assert math.isfinite(evaluated("run")["loss"])
-
-
 def test_printed_config_is_one(config):
     """What is printed can be saved and run again."""
     config(lora_parameters={"alpha": 16, "rank": 4}, lr_schedule={"name": "cosine_decay", "arguments": [1e-3, 10]})
@@ -663,15 +417,6 @@ def test_embedded_model(work):
     assert "tiny: 3 of 3 GDN layers" in out
     losses = [record["loss"] for record in metrics("run", "val")]
     assert losses[-1] < losses[0]
-
-
-def test_model_with_thinking_template(work):
-    """The think block that Qwen's template writes belongs to the answer, unless inference writes it."""
-    write_checkpoint(Path("thinking"), tokenizer=toy_tokenizer("qwen"))
-    write_rows("rows/train.jsonl", [PAIR] * 2)
-    write_config(model="thinking", data="rows", adapter_path="run", iters=1, batch_size=2, mask_prompt=True)
-    finish("finetune", "c.yaml", "--set", "enable_thinking=false")
-    assert metrics("run", "header")[0]["supervised_tokens"] == 2 * (3 + 1)
 
 
 # What is said of keys without effect, and of what MLX cannot do
@@ -710,30 +455,7 @@ def test_an_adapter_of_another_scale_is_not_resumed(config):
     assert metrics("run", "val")[0]["loss"] == metrics("earlier", "val")[-1]["loss"]
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_out_of_memory(kind, config, monkeypatch):
-    config(fine_tune_type=kind)
-
-    def fail(*args):
-        raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes")
-
-    monkeypatch.setattr("gdtrain.training.loop.accumulate", fail)
-    result = call("finetune", "c.yaml")
-    assert result.code == 3
-    assert "iteration 1: out of memory; lower max_seq_length" in result.err
-    kept = "the last good weights are in run" if kind == "lora" else "its weights are not saved; saved before: best"
-    assert kept in result.out
-    assert Path("run/adapters.safetensors").exists() == (kind == "lora")
-
-
 def test_a_warm_up_longer_than_the_run(config):
     """A short trial of a config should not need other schedule values."""
     config(lr_schedule={"name": "cosine_decay", "arguments": [1e-3, 10], "warmup": 10})
     assert "warning: lr_schedule.warmup is 10, but the run has 2 updates" in finish("finetune", "c.yaml")
-
-
-def test_empty_answers_are_counted(config):
-    """They train the end of the turn only: a model that falls silent."""
-    write_rows("data/train.jsonl", [{"prompt": "a", "completion": ""}, *[{"prompt": "a", "completion": "b"}] * 3])
-    config(mask_prompt=True)
-    assert "1 rows with one supervised token only (an empty answer?)" in finish("finetune", "c.yaml")
