@@ -39,7 +39,8 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
     else:
         raise UserError("train: false and test: false leave nothing to do")
     console.line("# resolved config\n" + dump_yaml(with_absolute_paths(config)))
-    for note in notes(config):
+    limits = set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
+    for note in (*limits, *notes(config)):
         console.line(f"note: {note}")
 
     if config.train:
@@ -92,8 +93,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def notes(config: RunConfig) -> Iterator[str]:
-    """Applies the memory limits; one line for every key that has no effect here, or an effect to be warned about."""
-    yield from set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
+    """One line for every key that has no effect in this config, or an effect to be warned about."""
     if config.lr_schedule is not None and config.was_set("learning_rate"):
         yield f"learning_rate has no effect: lr_schedule starts at {config.lr_schedule.arguments[0]:g}"
     if config.dtype == "float16":
