@@ -7,18 +7,16 @@ change in the machine's load meets all of them. Times are medians; ratios are th
 """
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
 import subprocess
 import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-LOOP = "mlx-lm loop"
+from gdtrain.bench.machine import describe_machine
+from gdtrain.bench.shapes import LOOP, Case, Shape
+
 # Chunk sizes; None is the default of the device.
 VARIANTS = {LOOP: None, "replay": None, "chunked": None, "chunked, C = 64": 64, "chunked, C = 16": 16}
 
@@ -34,7 +32,7 @@ def main() -> None:
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(args.measure, args)))
+        print(json.dumps(measure_variant(args.measure, args)))
         return
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):
@@ -50,43 +48,17 @@ def main() -> None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_variant(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Times in ms and the peak in bytes, inputs included, of one variant in this process."""
     import mlx.core as mx
-    from gdkernels import gated_delta_update
-    from mlx_lm.models.gated_delta import gated_delta_update as loop
 
-    Hk, Hv, Dk, Dv = map(int, args.shape.split(","))
-    T, dtype = args.tokens, getattr(mx, args.dtype)
-    mx.random.seed(0)
-    q, k = (unit(mx.random.normal((1, T, Hk, Dk))).astype(dtype) for _ in range(2))
-    v, dy = (mx.random.normal((1, T, Hv, Dv)).astype(dtype) for _ in range(2))
-    a, b = (mx.random.normal((1, T, Hv)).astype(dtype) for _ in range(2))
-    A_log, dt_bias = mx.random.normal((Hv,)), mx.random.normal((Hv,))
-    inputs = [q * Dk**-0.5, k, v, a, b]
-    mx.eval(inputs, dy, A_log, dt_bias)
+    from gdtrain.bench.measure import draw_inputs, layer_rule, loop_rule, measure
 
-    def loss(*inputs: mx.array) -> mx.array:
-        if name == LOOP:
-            y, _ = loop(*inputs, A_log, dt_bias, use_kernel=False)
-        else:
-            y, _ = gated_delta_update(*inputs, A_log, dt_bias, backend=name.split(",")[0], chunk_size=VARIANTS[name])
-        return (y * dy).sum()
-
-    step = mx.value_and_grad(loss, argnums=tuple(range(5)))
-    mx.eval(step(*inputs))
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    times = []
-    for _ in range(args.repeats):
-        start = time.perf_counter()
-        mx.eval(step(*inputs))
-        times.append(1e3 * (time.perf_counter() - start))
-    return {"ms": times, "peak": mx.get_peak_memory(), "device": str(mx.device_info().get("device_name"))}
-
-
-def unit(x: Any) -> Any:
-    return x / (x * x).sum(axis=-1, keepdims=True) ** 0.5
+    shape = Shape(*map(int, args.shape.split(",")))
+    inputs = draw_inputs(Case(args.shape, shape, 1, args.tokens, args.dtype))
+    rule = loop_rule(inputs) if name == LOOP else layer_rule(inputs, name.split(",")[0], VARIANTS[name])
+    timing = measure(rule, inputs.primals, inputs.cotangents, args.repeats)
+    return {"ms": timing.both_ms, "peak": timing.peak, "device": str(mx.device_info().get("device_name"))}
 
 
 def summarise(runs: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> dict[str, Any]:
@@ -98,18 +70,9 @@ def summarise(runs: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -
     loop = next(row for row in rows if row["variant"] == LOOP)
     for row in rows:
         row |= {"speedup": loop["ms"] / row["ms"], "saving": loop["peak_mb"] / row["peak_mb"]}
-    return {
-        "what": "forward + backward of gated_delta_update, B = 1, gradients of q, k, v, a, b; ratios to mlx-lm's loop",
-        "shape": args.shape,
-        "tokens": args.tokens,
-        "dtype": args.dtype,
-        "device": runs[LOOP][0]["device"],
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
+    what = "forward + backward of gated_delta_update, B = 1, gradients of q, k, v, a, b, state; ratios to mlx-lm's loop"
+    asked = {"what": what, "shape": args.shape, "tokens": args.tokens, "dtype": args.dtype}
+    return asked | describe_machine(runs[LOOP][0]["device"]) | {"rows": rows}
 
 
 if __name__ == "__main__":

@@ -71,6 +71,72 @@ def evaluate(
         )
 
 
+@app.command("bench-shapes")
+def bench_shapes(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|Hk,Hv,Dk,Dv", help="A model or table by name, or sizes; may be repeated."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="T,T,...", help="Row lengths; else those of the name.")] = None,
+    batch: Annotated[str | None, typer.Option(metavar="B,B,...", help="Batch sizes; else those of the name.")] = None,
+    backend: Annotated[
+        str,
+        typer.Option(metavar="all|NAME,...", help="Backends; loop is mlx-lm's own, which all takes as well."),
+    ] = "all",
+    dtype: Annotated[str, typer.Option(help="Of the activations: bfloat16, float16 or float32.")] = "bfloat16",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as well.")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw time and memory over T into this .svg or .png.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Timed runs; else 20 on a GPU and 5 on a CPU, fewer where one takes seconds.")
+    ] = None,
+    budget_gb: Annotated[
+        float | None, typer.Option(help="Skip what needs more memory; else that of the device or machine.")
+    ] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="Also run rows that take more than a minute.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Time, peak memory and error of every backend of the rule, and of mlx-lm's loop, on this machine.
+
+    Without --shape: seed-9b, (16, 64, 192, 128) at T = 256 to 2048.
+
+    Example: gdtrain bench-shapes --shape qwen3.5-9b --tokens 512,2048
+    """
+    with _interruptible():
+        from gdtrain.commands.bench_shapes import run_bench_shapes
+
+        run_bench_shapes(
+            shape or ["seed-9b"],
+            tokens=tokens,
+            batch=batch,
+            backend=backend,
+            dtype=dtype,
+            json_file=json_file,
+            plot_file=plot_file,
+            repeats=repeats,
+            budget_gb=budget_gb,
+            slow=slow,
+        )
+
+
+@app.command()
+def doctor(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Show machine, versions and device, and test every backend of the rule on it, gradients included.
+
+    Exit code 0 if the backend that a run would take is right, 2 if it is not.
+
+    Example: gdtrain doctor --json doctor.json
+    """
+    with _interruptible():
+        from gdtrain.commands.doctor import run_doctor
+
+        run_doctor(json_file=json_file)
+
+
 def main() -> NoReturn:
     """Run the command line; exit code 0, 2 (the user can mend it), 3 (the training stopped itself) or 130."""
     debug = "--debug" in sys.argv

@@ -3,12 +3,16 @@
 import importlib
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import pytest
+from gdkernels.backends import BACKENDS, Rule, available
+from gdkernels.sizes import Sizes
 from mlx.utils import tree_flatten, tree_unflatten
 
 from gdtrain.data.batches import Batch, collate
@@ -46,6 +50,17 @@ _EXPERTS = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
+
+
+def kernels(chunk_size: int = 64) -> list[str]:
+    """The backends that run a mini model on this machine."""
+    heads = [_TEXT[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+    return available(Sizes(1, 64, *heads, mx.float32, chunk_size))
+
+
+def replace_rule(monkeypatch: pytest.MonkeyPatch, name: str, rule: Rule) -> None:
+    """Put another computation into a backend."""
+    monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], rule=rule))
 
 
 def make_config(family: str = "qwen3_5", **config_overrides: Any) -> dict[str, Any]:

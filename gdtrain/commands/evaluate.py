@@ -1,6 +1,5 @@
 """gdtrain eval: the loss of a run, or of the model of a config, on one split."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from gdtrain.evaluation import evaluate
 from gdtrain.memory import set_limits
 from gdtrain.model.adapter import ADAPTER_FILE, check_adapter_file, load_adapter
 from gdtrain.model.swap import check_kernel
+from gdtrain.output_file import check_output, write_json
 from gdtrain.session import open_data, open_session
 from gdtrain.training.run_directory import CONFIG_FILE, find_adapter, run_directory
 
@@ -33,8 +33,7 @@ def run_evaluate(
     console = Console(highlight=False)
     if split not in SPLITS:
         raise UserError(f"--split: {split!r}; accepted: {', '.join(SPLITS)}")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UserError(f"--json: {json_file} cannot be written: its directory does not exist")
+    check_output("--json", json_file)
     config, run = _open(target, overrides)
     check_kernel(config.kernel)
     adapter = None if no_adapter else find_adapter(run, checkpoint)
@@ -72,7 +71,7 @@ def run_evaluate(
     for name, value in figures.items():
         console.print(f"{name.replace('_', ' '):>18}  {_shown(value)}", markup=False, soft_wrap=True)
     if json_file is not None:
-        _write(json_file, figures)
+        write_json("--json", json_file, figures)
 
 
 def _shown(value: object) -> str:
@@ -91,10 +90,3 @@ def _open(target: Path, overrides: list[str]) -> tuple[RunConfig, Path]:
     if not (target / CONFIG_FILE).is_file():
         raise UserError(f"{target} is no run directory: it has no {CONFIG_FILE}")
     return load_config(target / CONFIG_FILE, overrides), target
-
-
-def _write(file: Path, figures: dict[str, object]) -> None:
-    try:
-        file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json: {file} cannot be written: {error.strerror}") from error

@@ -10,12 +10,16 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
-from gdkernels import BACKENDS, Choice, explain, gated_delta_update
+from gdkernels import Choice, explain, gated_delta_update
+from gdkernels.portable.machine import machine
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.gated_delta import normalize_qk
 
 from gdtrain.errors import UserError
 from gdtrain.model.convolution import causal_depthwise_convolution
+
+# The length for which a backend is explained; those of a run vary.
+_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def swap_linear_attention(
         UserError: the backend cannot run here, or the layers found are not those of the config.
     """
     check_kernel(kernel)
-    swapped = 0
+    adopted = []
     for i, block in enumerate(model.layers):
         if "linear_attn" not in block:
             continue
@@ -53,20 +57,26 @@ def swap_linear_attention(
                 f"block {i}: linear_attn is a {type(layer).__name__}, which gdtrain does not know; "
                 f"known: {', '.join(base.__module__ for base in _TRAINABLE)}"
             )
-        block.linear_attn = trainable.adopt(layer, kernel, chunk_size)
-        swapped += 1
+        adopted.append((block, trainable.adopt(layer, kernel, chunk_size)))
     expected = count_linear_layers(model_config)
-    if swapped != expected:
+    if len(adopted) != expected:
         raise UserError(
-            f"{swapped} linear attention layers are on the trainable path, but the model's config says {expected}"
+            f"{len(adopted)} linear attention layers are on the trainable path, but the model's config says {expected}"
         )
-    return Swapped(swapped, expected, _explain(model, kernel))
+    choice = _choose([layer for _, layer in adopted], kernel, chunk_size)
+    for block, layer in adopted:
+        block.linear_attn = layer
+    return Swapped(len(adopted), expected, choice)
 
 
 def check_kernel(kernel: str) -> None:
-    """Raise UserError if a backend of this name cannot run here."""
-    if kernel != "auto" and kernel not in BACKENDS:
-        raise UserError(f"kernel: {kernel!r} is not available here; accepted: auto, {', '.join(BACKENDS)}")
+    """Refuse a backend that cannot run on this machine whatever the model, before anything is read.
+
+    Raises:
+        UserError: there is none of this name, or it has GPU kernels and the device is a CPU.
+    """
+    if kernel != "auto" and machine() is None:
+        _explain((16, 32, 128, 128), mx.float32, kernel, None)
 
 
 def count_linear_layers(model_config: dict[str, Any]) -> int:
@@ -138,9 +148,18 @@ _TRAINABLE: dict[type[nn.Module], type[_Trainable]] = {
 }
 
 
-def _explain(model: nn.Module, kernel: str) -> Choice:
-    layer = next((block.linear_attn for block in model.layers if "linear_attn" in block), None)
-    if layer is None:
+def _choose(layers: list["_Trainable"], kernel: str, chunk_size: int | None) -> Choice:
+    """The backend of layers that are all alike. On a GPU its self-test runs now, not in the first step."""
+    if not layers:
         return Choice("none", "the model has no linear attention layers")
-    sizes = (layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
-    return explain(1, 1, *sizes, layer.conv1d.weight.dtype, kernel)
+    layer = layers[0]
+    heads = (layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+    return _explain(heads, layer.conv1d.weight.dtype, kernel, chunk_size)
+
+
+def _explain(heads: tuple[int, int, int, int], dtype: mx.Dtype, kernel: str, chunk_size: int | None) -> Choice:
+    """`explain` for rows of some length; heads as (Hk, Hv, Dk, Dv)."""
+    try:
+        return explain(1, _TOKENS, *heads, dtype, kernel, chunk_size)
+    except ValueError as error:
+        raise UserError(f"kernel: {str(error).removeprefix('backend ')}") from error

@@ -19,7 +19,8 @@ Notation, used in every file of this package (Yang, Kautz and Hatamizadeh, "Gate
     S_t = g_t S_(t-1) + beta_t (v_t - g_t S_(t-1) k_t) k_t^T        y_t = S_t q_t
 """
 
-from gdkernels.dispatch import BACKENDS, Choice, explain, gated_delta_rule, gated_delta_update
+from gdkernels.backends import BACKENDS, Backend
+from gdkernels.dispatch import Choice, explain, gated_delta_rule, gated_delta_update
 from gdkernels.gates import gates
 
-__all__ = ["BACKENDS", "Choice", "explain", "gated_delta_rule", "gated_delta_update", "gates"]
+__all__ = ["BACKENDS", "Backend", "Choice", "explain", "gated_delta_rule", "gated_delta_update", "gates"]

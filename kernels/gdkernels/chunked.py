@@ -17,11 +17,13 @@ finished before the next begins, so that scratch is bounded whatever T is.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from gdkernels.blocks import Block, cut, from_states, heads, join, load, read, read_back, spans, to_states, write
+from gdkernels.cores import on_cores
 from gdkernels.custom import join_spans, with_gradient
 from gdkernels.decay import Decay, decays, log_decay_gradient
 from gdkernels.triangular import unit_lower_inverse
@@ -38,7 +40,23 @@ def chunked(
     return y, final
 
 
+# Axis of the heads in q, k, v, log_decay, beta, state, and in y, the final state and the states of `blocks.py`.
+_AXES, _OUTPUT_AXES = (2, 2, 2, 2, 2, 1), (2, 1, 2)
+
+
 def _forward(primals: Sequence[mx.array], C: int) -> tuple[mx.array, mx.array, mx.array]:
+    y, final, starts = on_cores(partial(_forward_heads, C), primals, _AXES, _OUTPUT_AXES)
+    return y, final, starts
+
+
+def _backward(
+    primals: Sequence[mx.array], dy: mx.array, d_final: mx.array, starts: mx.array, C: int
+) -> Sequence[mx.array]:
+    arrays = [*primals, dy, d_final, starts]
+    return on_cores(partial(_backward_heads, C), arrays, (*_AXES, *_OUTPUT_AXES), _AXES)
+
+
+def _forward_heads(C: int, primals: Sequence[mx.array]) -> tuple[mx.array, mx.array, mx.array]:
     *tokens, state = primals
     q, v = tokens[0], tokens[2]
     S = to_states(state, q.shape[2])
@@ -52,9 +70,8 @@ def _forward(primals: Sequence[mx.array], C: int) -> tuple[mx.array, mx.array, m
     return mx.concatenate(ys, axis=1).reshape(v.shape), from_states(S), mx.concatenate(starts)
 
 
-def _backward(
-    primals: Sequence[mx.array], dy: mx.array, d_final: mx.array, starts: mx.array, C: int
-) -> tuple[mx.array, ...]:
+def _backward_heads(C: int, arrays: Sequence[mx.array]) -> tuple[mx.array, ...]:
+    *primals, dy, d_final, starts = arrays
     # As in the forward; and nothing may start before the cotangents are there, or MLX keeps all that it recomputes.
     Hk = primals[0].shape[2]
     dy, *tokens = mx.depends([dy, *primals[:5]], [dy, d_final])

@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from gdkernels.sizes import Sizes
+
 ACTIVATIONS = (mx.float32, mx.bfloat16, mx.float16)
 
 
@@ -25,8 +27,7 @@ def check_rule(
         _check("state", state, (B, Hv, Dv, Dk), mx.float32)
     if segments is not None:
         _check("segments", segments, (B, T), mx.int32)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")
+    _check_count("chunk_size", chunk_size)
 
 
 def check_heads(q: mx.array, k: mx.array, v: mx.array) -> None:
@@ -37,12 +38,19 @@ def check_heads(q: mx.array, k: mx.array, v: mx.array) -> None:
     Hv, Dv = v.shape[2:]
     if min(q.shape) < 1 or min(v.shape) < 1:
         raise ValueError(f"q {q.shape} and v {v.shape} must have no empty dimension")
-    if Hv % Hk:
-        raise ValueError(f"value heads must be a multiple of key heads: Hv = {Hv}, Hk = {Hk}")
-    if q.dtype not in ACTIVATIONS:
-        raise ValueError(f"q must be float32, bfloat16 or float16, not {q.dtype}")
+    _check_groups(Hk, Hv)
+    _check_activation("q", q.dtype)
     _check("k", k, (B, T, Hk, Dk), q.dtype)
     _check("v", v, (B, T, Hv, Dv), q.dtype)
+
+
+def check_sizes(sizes: Sizes) -> None:
+    """As `check_rule`, for sizes without arrays."""
+    for name, count in sizes._asdict().items():
+        if name != "dtype":
+            _check_count("chunk_size" if name == "C" else name, count)
+    _check_groups(sizes.Hk, sizes.Hv)
+    _check_activation("dtype", sizes.dtype)
 
 
 def check_update(
@@ -69,6 +77,23 @@ def check_update(
             raise ValueError(f"{name} must be floating, not {x.dtype}")
     if mask is not None:
         _check("mask", mask, (B, T), mx.bool_)
+
+
+def _check_groups(Hk: int, Hv: int) -> None:
+    if Hv % Hk:
+        raise ValueError(f"value heads must be a multiple of key heads: Hv = {Hv}, Hk = {Hk}")
+
+
+def _check_activation(name: str, dtype: mx.Dtype) -> None:
+    if not isinstance(dtype, mx.Dtype) or dtype not in ACTIVATIONS:
+        raise ValueError(f"{name} must be float32, bfloat16 or float16, not {dtype}")
+
+
+def _check_count(name: str, count: int) -> None:
+    if not isinstance(count, int):
+        raise ValueError(f"{name} must be an int, not {count!r}")
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1, not {count}")
 
 
 def _check(name: str, x: mx.array, shape: tuple[int, ...], dtype: mx.Dtype | None) -> None:

@@ -1,9 +1,12 @@
 """Inputs of the kernel tests: numpy float32, of the kind that a Gated DeltaNet layer produces."""
 
+import mlx.core as mx
 import numpy as np
 
-# Every backend under test; a new one is added here and nowhere else. test_contract.py compares it with the package.
-BACKENDS = ("reference", "replay", "chunked")
+# Those that need a GPU; they have tests of their own as well, which run on any machine.
+GPU_BACKENDS = ("fused", "recurrent", "native")
+# Every backend under test here; a new one is added here and nowhere else (test_contract.py sees to that).
+BACKENDS = ("reference", "replay", "chunked", *(GPU_BACKENDS[:2] if mx.default_device() != mx.cpu else ()))
 
 DECAYS = {
     "mild": lambda rng, shape: -np.exp(rng.uniform(np.log(1e-3), np.log(0.5), shape)),

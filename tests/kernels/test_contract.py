@@ -6,6 +6,7 @@ import mlx.core as mx
 import oracle
 import pytest
 from gdkernels import explain, gated_delta_rule, gated_delta_update
+from gdkernels.sizes import Sizes
 
 B, T, Hk, Hv, Dk, Dv = SHAPE = (2, 5, 2, 4, 8, 6)
 QK, V, GATE, STATE = (B, T, Hk, Dk), (B, T, Hv, Dv), (B, T, Hv), (B, Hv, Dv, Dk)
@@ -79,7 +80,13 @@ def test_value_heads_not_a_multiple_of_key_heads():
 
 
 def test_every_backend_is_under_test():
-    assert set(gdkernels.BACKENDS) == set(inputs.BACKENDS)
+    """Here those that run on any machine; those with GPU kernels have tests of their own, and refuse a CPU."""
+    assert set(gdkernels.BACKENDS) == {*inputs.BACKENDS, *inputs.GPU_BACKENDS}
+    for name, backend in gdkernels.BACKENDS.items():
+        assert backend.name == name
+        assert backend.has_kernels == (name in inputs.GPU_BACKENDS)
+        if mx.default_device() == mx.cpu:
+            assert (backend.refusal(Sizes(*SHAPE, mx.float32, 64)) is None) == (name in inputs.BACKENDS)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
@@ -91,9 +98,33 @@ def test_explain(backend, dtype):
     assert choice.reason.strip()
 
 
+@pytest.mark.parametrize("name", ["B", "T", "Hk", "Hv", "Dk", "Dv", "chunk_size"])
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "at least 1, not 0"), (-2, "at least 1, not -2"), (2.0, "an int, not 2")]
+)
+def test_explain_refuses_sizes(name, value, words):
+    sizes = dict(zip(("B", "T", "Hk", "Hv", "Dk", "Dv"), SHAPE, strict=True))
+    with pytest.raises(ValueError, match=f"^{name} must be {words}"):
+        explain(**sizes | {name: value})
+
+
+def test_explain_refuses_heads_and_dtype():
+    with pytest.raises(ValueError, match="multiple of key heads: Hv = 5, Hk = 2"):
+        explain(1, 3, 2, 5, 8, 8)
+    for dtype, shown in ((mx.int32, "int32"), ("float32", "float32"), (None, "None")):
+        with pytest.raises(ValueError, match=f"dtype must be float32, bfloat16 or float16, not .*{shown}"):
+            explain(*SHAPE, dtype)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 1.5])
+def test_rule_refuses_chunk_size(chunk_size):
+    with pytest.raises(ValueError, match="chunk_size must be"):
+        gated_delta_rule(**RULE, chunk_size=chunk_size)
+
+
 @pytest.mark.parametrize("backend", ["native", "no-such-backend", "", "Chunked"])
 def test_unavailable_backend(backend):
-    """`native` is mx.fast.gated_delta_update, which exists on Metal only."""
+    """`native` has no kernel for these head dimensions, on Metal either."""
     calls = [
         lambda: explain(*SHAPE, mx.float32, backend=backend),
         lambda: gated_delta_rule(**RULE, backend=backend),
@@ -145,16 +176,23 @@ def test_checkpoint(backend):
     oracle.assert_same_bits(oracle.measure(positional(mx.checkpoint(rule)), given, **cotangents), plain)
 
 
-def test_compile():
-    """Only one backend and a short row: on the CPU each fused operation goes through a C++ compiler."""
-    given, cotangents = inputs.rule_inputs(2, 6, 1, 2, 8, 8)
+@pytest.mark.parametrize("wrap", [lambda rule: rule, mx.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("backend", inputs.BACKENDS)
+def test_compile(backend, wrap):
+    """Two chunks in a row as short as it may be: on the CPU each fused operation goes through a C++ compiler."""
+    of_gpu = backend in inputs.GPU_BACKENDS
+    given, cotangents = inputs.rule_inputs(*((2, 18, 1, 2, 32, 32) if of_gpu else (2, 6, 1, 2, 8, 8)))
+    cotangents = {name: mx.array(x) for name, x in cotangents.items()}
     names = list(given)
 
+    @wrap
+    def rule(*arrays):
+        return gated_delta_rule(*arrays, backend=backend, chunk_size=16 if of_gpu else 4)
+
     def loss(*arrays):
-        y, state = gated_delta_rule(*arrays, backend="chunked", chunk_size=4)
+        y, state = rule(*arrays)
         return (y * cotangents["dy"]).sum() + (state * cotangents["dstate_out"]).sum()
 
-    cotangents = {name: mx.array(x) for name, x in cotangents.items()}
     step = mx.value_and_grad(loss, argnums=range(len(names)))
     arrays = [mx.array(x) for x in given.values()]
     value, gradients = step(*arrays)

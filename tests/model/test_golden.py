@@ -4,7 +4,6 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
-import gdkernels
 import mini
 import mlx.core as mx
 import pytest
@@ -72,7 +71,7 @@ def gradient_errors(model, gradients, family):
 
 
 @pytest.mark.parametrize("family", mini.FAMILIES)
-@pytest.mark.parametrize("kernel", gdkernels.BACKENDS)
+@pytest.mark.parametrize("kernel", mini.kernels())
 def test_logits(family, kernel):
     model = open_model(family, kernel)
     ids = golden(family)["input_ids"].astype(mx.int32)
@@ -87,7 +86,7 @@ def test_logits(family, kernel):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", mini.FAMILIES)
-@pytest.mark.parametrize("kernel", gdkernels.BACKENDS)
+@pytest.mark.parametrize("kernel", mini.kernels())
 def test_loss_and_gradients(family, kernel, recompute):
     model = open_model(family, kernel)
     load_peft(model, family)
@@ -154,7 +153,7 @@ GRADIENT_FAULTS = (without_delta_in_the_gradient, no_gradient_across_chunks, row
 @pytest.mark.parametrize("fault", GRADIENT_FAULTS)
 def test_a_wrong_gradient_is_seen(fault, monkeypatch):
     """The loss is right each time: only the gradients tell."""
-    monkeypatch.setitem(gdkernels.BACKENDS, "chunked", fault)
+    mini.replace_rule(monkeypatch, "chunked", fault)
     model = open_model("qwen3_5", "chunked")
     load_peft(model, "qwen3_5")
     batch = golden_batch("qwen3_5")
@@ -167,7 +166,7 @@ def test_a_wrong_gradient_is_seen(fault, monkeypatch):
 
 
 def test_a_wrong_forward_is_seen(monkeypatch):
-    monkeypatch.setitem(gdkernels.BACKENDS, "chunked", without_delta)
+    mini.replace_rule(monkeypatch, "chunked", without_delta)
     model = open_model("qwen3_5", "chunked")
     got = model(golden("qwen3_5")["input_ids"].astype(mx.int32))
     assert mini.relative_l2(got, golden("qwen3_5")["logits"]) > 1000 * LOGITS

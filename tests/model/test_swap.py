@@ -1,12 +1,14 @@
 """Which layers are swapped, what is refused, and that generation and dtypes stay those of mlx-lm."""
 
 import json
+from dataclasses import replace
 
 import gdkernels
 import mini
 import mlx.core as mx
 import numpy as np
 import pytest
+from gdkernels.testing import metal
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3_5, qwen3_next
 
@@ -43,8 +45,8 @@ def test_every_linear_layer_is_swapped(family, blocks, interval, linear):
 @pytest.mark.parametrize("family", mini.FAMILIES)
 def test_the_swapped_layers_run_the_backend_that_was_asked_for(family, monkeypatch):
     calls = []
-    rule = gdkernels.BACKENDS["replay"]
-    monkeypatch.setitem(gdkernels.BACKENDS, "replay", lambda *x: calls.append(x[-1]) or rule(*x))
+    rule = gdkernels.BACKENDS["replay"].rule
+    mini.replace_rule(monkeypatch, "replay", lambda *x: calls.append(x[-1]) or rule(*x))
     model, config = mini.build(family)
     assert swap_linear_attention(model, config, kernel="replay", chunk_size=3).choice.backend == "replay"
     mx.eval(model(PROMPT[None]))
@@ -95,7 +97,7 @@ def test_value_heads_that_key_heads_do_not_divide(family, tmp_path):
         load_model(find_model(str(folder)))
 
 
-UNAVAILABLE = sorted({"fused", "recurrent", "native", "quickest"} - gdkernels.BACKENDS.keys())
+UNAVAILABLE = sorted({*gdkernels.BACKENDS, "quickest"} - set(mini.kernels()))
 
 
 @pytest.mark.parametrize("kernel", UNAVAILABLE)
@@ -104,8 +106,37 @@ def test_a_kernel_that_is_not_here(kernel):
     with pytest.raises(UserError) as error:
         swap_linear_attention(model, config, kernel=kernel)
     assert f"{kernel!r} is not available" in str(error.value)
-    assert all(name in str(error.value) for name in ("auto", *gdkernels.BACKENDS))
+    assert all(name in str(error.value) for name in ("auto", *mini.kernels()))
     assert type(model.layers[0].linear_attn) is qwen3_5.GatedDeltaNet  # nothing was touched
+
+
+def test_a_kernel_that_refuses_the_model(monkeypatch):
+    """What only the model's sizes tell: refused before any layer is changed."""
+    refusal = lambda sizes: f"no kernel for Dk = {sizes.Dk}, C = {sizes.C}, {sizes.dtype}"  # noqa: E731
+    monkeypatch.setitem(gdkernels.BACKENDS, "fused", replace(gdkernels.BACKENDS["fused"], refusal=refusal))
+    model, config = mini.build()
+    with metal(), pytest.raises(UserError) as error:
+        swap_linear_attention(model, config, kernel="fused", chunk_size=9)
+    assert str(error.value).startswith("kernel: 'fused' is not available here: refused: no kernel for Dk = 32, C = 9")
+    assert type(model.layers[0].linear_attn) is qwen3_5.GatedDeltaNet
+
+
+def test_the_selftest_comes_with_the_swap(monkeypatch):
+    """Not within the first step."""
+    tested = []
+    fused = replace(gdkernels.BACKENDS["fused"], refusal=lambda sizes: None, rule=lambda *x: tested.append(x) or 1 / 0)
+    recurrent = replace(gdkernels.BACKENDS["recurrent"], refusal=lambda sizes: "not played")
+    monkeypatch.setitem(gdkernels.BACKENDS, "fused", fused)
+    monkeypatch.setitem(gdkernels.BACKENDS, "recurrent", recurrent)
+    model, config = mini.build()
+    with metal(selftest=True):
+        with pytest.warns(RuntimeWarning, match="fused failed its self-test: ZeroDivisionError"):
+            choice = swap_linear_attention(model, config).choice
+        assert len(tested) == 1
+        mx.eval(model(PROMPT[None]))
+    assert len(tested) == 1
+    assert choice.backend == "chunked"
+    assert "fused failed its self-test: ZeroDivisionError" in choice.reason
 
 
 @pytest.mark.parametrize("family", mini.FAMILIES)
@@ -133,7 +164,7 @@ def test_generation_with_a_cache_is_that_of_mlx_lm(family):
         assert mx.array_equal(logprobs, stock_logprobs)  # the same operations: bit for bit
 
 
-@pytest.mark.parametrize("kernel", gdkernels.BACKENDS)
+@pytest.mark.parametrize("kernel", mini.kernels(chunk_size=5))
 @pytest.mark.parametrize("family", mini.FAMILIES)
 def test_logits_with_and_without_a_cache_agree(family, kernel):
     model, config = mini.build(family)
@@ -179,7 +210,7 @@ def test_padding_by_mask_is_that_of_mlx_lm(family):
 def test_dtypes_of_a_bfloat16_model(family, tmp_path, monkeypatch):
     seen = {"blocks": [], "rule": []}
     block = {"qwen3_next": qwen3_next.Qwen3NextDecoderLayer}.get(family, qwen3_5.DecoderLayer)
-    forward, rule = block.__call__, gdkernels.BACKENDS["chunked"]
+    forward, rule = block.__call__, gdkernels.BACKENDS["chunked"].rule
 
     def watched_block(self, *args, **kwargs):
         y = forward(self, *args, **kwargs)
@@ -192,7 +223,7 @@ def test_dtypes_of_a_bfloat16_model(family, tmp_path, monkeypatch):
         return outputs
 
     monkeypatch.setattr(block, "__call__", watched_block)
-    monkeypatch.setitem(gdkernels.BACKENDS, "chunked", watched_rule)
+    mini.replace_rule(monkeypatch, "chunked", watched_rule)
     files = find_model(str(mini.write_checkpoint(tmp_path, family, dtype="bfloat16")))
     model = load_model(files)
     swap_linear_attention(model, files.config, kernel="chunked")
