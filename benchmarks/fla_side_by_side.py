@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--backends", help="of gdkernels; default: all but those that go step by step")
     parser.add_argument("--rounds", type=int, default=2, help="turns of every row")
     parser.add_argument("--repeats", type=int, default=10, help="timed runs of a row in each turn")
-    parser.add_argument("--seconds", type=float, default=180, help="no row starts later than this")
+    parser.add_argument("--seconds", type=float, default=600, help="no row starts later than this")
     parser.add_argument("--json", type=Path, help="write the result here as well")
     args = parser.parse_args()
     report = run(args)

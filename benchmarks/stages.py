@@ -2,13 +2,11 @@
 
     python benchmarks/stages.py --shape 16,64,192,128 --tokens 2048 --json benchmarks/stages-h200.json
 
-A stage is timed in chains of launches inside one evaluation. Between two launches a kernel of four numbers reads what
-the first wrote and writes what the second reads: an order that mx.depends gives to MLX, but not to the GPU, which would
-let them overlap. Matrix products go before every chain, so that the GPU is busy while the host prepares the launches,
-which on CUDA takes up to 0.1 ms for each. A chain of those small kernels alone, behind the same products, is timed as
-well and subtracted; a stage that adds less to it than its own times vary by is below the resolution, and has no time.
-Times are medians, of fewer repeats where those would take longer than --part-seconds. The JSON is written after every
-shape, with the seconds that went into it.
+A stage is timed in chains of launches inside one evaluation (chains.py). Matrix products go before every chain, so that
+the GPU is busy while the host prepares the launches, which on CUDA takes up to 0.1 ms for each. A chain without the
+stage, behind the same products, is timed as well and subtracted; a stage that adds less to it than its own times vary
+by is below the resolution, and has no time. Times are medians, of fewer repeats where those would take longer than
+--part-seconds. The JSON is written after every shape, with the seconds that went into it.
 
 The ten kernels of a shape take 2 to 3 s each to compile (nvcc 13.5, a Xeon 2.8 GHz), longer than all that is timed. On
 CUDA, where MLX keeps them on disk, they are therefore compiled first, in processes side by side.
@@ -28,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import mlx.core as mx
+from chains import LEAST, chain_ms, make_plug, resolution_ms
 from gdkernels import fused, gates, recurrent
 from gdkernels.fused import stages
 from gdkernels.fused.plan import CHUNKS, HEAD_DIM_STEP, MAX_HEAD_DIM, Plan, fitting_chunk, plan
@@ -46,13 +45,6 @@ DTYPE = "bfloat16"
 WHOLE = {"fused": fused, "recurrent": recurrent}
 # Steps of forward + backward given to the GPU before the first has to be done.
 PIPELINED = 10
-# Chains that warm up, and the least number of timed ones, or of timed runs of the whole.
-_WARM_CHAINS, _LEAST = 2, 3
-# Rows and columns of the matrices of `make_plug`, and how many products tell the time of one.
-_PLUG_SIZE, _TIMED_PRODUCTS = 4096, 10
-_INDEX = "thread_index_in_threadgroup"
-_TIE = Program("tie", ("numbers", "after"), ("tied",), f"if ({_INDEX} < 4) tied[{_INDEX}] = numbers[{_INDEX}];")
-
 # A launch; returns one of its outputs.
 Launch = Callable[[Span], mx.array]
 
@@ -258,43 +250,6 @@ def _of_numbers(launch: Launch, span: Span) -> Callable[[mx.array], mx.array]:
     return lambda numbers: launch(_TiedSpan.of(span, numbers))
 
 
-def chain_ms(
-    link: Callable[[mx.array], mx.array], first: mx.array, plug: Callable[[], mx.array], args: argparse.Namespace
-) -> list[float]:
-    """Milliseconds of every chain and the plug before it, after two that warm up.
-
-    At least three, then as many as args.repeats and args.part_seconds allow.
-
-    Args:
-        link: launches what reads the numbers of `first`, from this array or from a copy, and returns an output.
-    """
-    mx.eval(first)
-    times: list[float] = []
-    for _ in range(args.repeats + _WARM_CHAINS):
-        if len(times) == _WARM_CHAINS:
-            end = time.perf_counter() + args.part_seconds
-        if len(times) >= _WARM_CHAINS + _LEAST and time.perf_counter() > end:
-            break
-        numbers = first
-        for _ in range(args.chain):
-            written = link(numbers)
-            numbers = _TIE([first, written], [((4,), mx.int32)], constants={}, groups=(1, 1, 1), threads=32)[0]
-        del written
-        busy = plug()
-        start = time.perf_counter()
-        mx.async_eval(busy)
-        mx.eval(numbers)
-        mx.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times[_WARM_CHAINS:]
-
-
-def resolution_ms(times: list[float], chain: int) -> float:
-    """Milliseconds a launch that chains cannot tell from none: the width of the middle half of their times."""
-    middle = statistics.median(times)
-    return 2 * statistics.median(abs(t - middle) for t in times) / chain
-
-
 def stage_row(
     stage: str, sizes: Plan, times: list[float], empty: list[float], args: argparse.Namespace
 ) -> dict[str, float | None]:
@@ -339,37 +294,13 @@ def whole_row(
         return package.rule(*arrays, args.chunk)
 
     def repeats(ms: float) -> int:
-        return min(args.repeats, max(_LEAST, int(1e3 * args.part_seconds / ms)))
+        return min(args.repeats, max(LEAST, int(1e3 * args.part_seconds / ms)))
 
     timing = measure(rule, primals, cotangents, repeats)
     row = {"forward_ms": timing.forward, "forward_backward_ms": timing.both, "runs": len(timing.both_ms)}
     if backend == "fused":
         row["pipelined_ms"] = pipelined_ms(lambda: mx.vjp(lambda *x: list(rule(*x)), primals, cotangents), PIPELINED)
     return row
-
-
-def make_plug(ms: float, warm_seconds: float) -> Callable[[], mx.array]:
-    """Matrix products that take the GPU about `ms`, measured after others have warmed up its clocks."""
-    if not ms:
-        return lambda: mx.zeros(1)
-    size = (_PLUG_SIZE, _PLUG_SIZE)
-    x = mx.random.normal(size).astype(mx.bfloat16)
-    w = (mx.random.normal(size) * _PLUG_SIZE**-0.5).astype(mx.bfloat16)  # a product is as large as x
-
-    def products(number: int) -> mx.array:
-        y = x
-        for _ in range(number):
-            y = y @ w
-        return y
-
-    end = time.perf_counter() + warm_seconds
-    warm = False
-    while not warm:
-        warm = time.perf_counter() > end
-        start = time.perf_counter()
-        mx.eval(products(_TIMED_PRODUCTS))
-        product_ms = 1e3 * (time.perf_counter() - start) / _TIMED_PRODUCTS
-    return lambda: products(max(1, round(ms / product_ms)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 
+import chains
 import mlx.core as mx
 import pytest
 import stage_counts
@@ -121,7 +122,7 @@ def test_launches_are_tied(monkeypatch):
     with emulated(sanitize=False):
         double = Program("double", ("numbers",), ("o",), "if (thread_index_in_threadgroup < 4) o[0] = numbers[0];")
         link = lambda x: double([x], [((4,), mx.int32)], constants={}, groups=(1, 1, 1), threads=32)[0]  # noqa: E731
-        stages.chain_ms(link, mx.zeros(4, mx.int32), stages.make_plug(0, 0), args)
+        chains.chain_ms(link, mx.zeros(4, mx.int32), chains.make_plug(0, 0), args)
     for earlier, later in zip(writes[:5], reads[1:6], strict=True):
         assert set(earlier) & set(later)
 
@@ -151,7 +152,7 @@ def test_below_the_resolution():
     args = stages.parse(["--shape", "1,1,16,16", "--chain", "2"])
     sizes = plan("cuda", False, B=1, Hk=1, Hv=1, Dk=16, Dv=16, C=16, dtype=mx.bfloat16)
     empty = [4.8, 5.0, 5.2]
-    assert stages.resolution_ms(empty, 2) == pytest.approx(0.2)
+    assert chains.resolution_ms(empty, 2) == pytest.approx(0.2)
     row = stages.stage_row("intra", sizes, [5.1, 5.1, 5.1], empty, args)
     assert (row["ms"], row["tflops"], row["gbps"], row["of_peak_gbps"]) == (None, None, None, None)
     assert row["resolution_ms"] == pytest.approx(0.2)
@@ -165,7 +166,7 @@ def test_slow_parts_take_fewer_repeats():
     def repeats(*options):
         args = stages.parse(["--shape", "1,1,16,16", "--chain", "1", "--repeats", "9", *options])
         with emulated(sanitize=False):
-            return len(stages.chain_ms(lambda x: x, mx.zeros(4, mx.int32), stages.make_plug(0, 0), args))
+            return len(chains.chain_ms(lambda x: x, mx.zeros(4, mx.int32), chains.make_plug(0, 0), args))
 
     assert repeats("--part-seconds", "0") == 3
     assert repeats("--part-seconds", "100") == 9
@@ -189,10 +190,10 @@ def test_json_after_every_shape(tmp_path, monkeypatch):
 
 def test_plug(monkeypatch):
     """Products of about the time asked for, none of them less than one or beyond what bfloat16 holds."""
-    monkeypatch.setattr(stages, "_PLUG_SIZE", 64)
-    monkeypatch.setattr(stages, "_TIMED_PRODUCTS", 2)
+    monkeypatch.setattr(chains, "_PLUG_SIZE", 64)
+    monkeypatch.setattr(chains, "_TIMED_PRODUCTS", 2)
     for ms in (1e-6, 1.0):
-        y = stages.make_plug(ms, warm_seconds=0.01)()
+        y = chains.make_plug(ms, warm_seconds=0.01)()
         assert y.shape == (64, 64)
         assert 0.3 < float(mx.abs(y.astype(mx.float32)).mean()) < 3
 

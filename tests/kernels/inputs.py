@@ -51,6 +51,32 @@ def layer_inputs(B, T, Hk, Hv, Dk, Dv, *, seed=0, **fixed):
     return {name: inputs[name] for name in "qkv"} | _float32(drawn) | state, cotangents
 
 
+def change(given, cotangents, name):
+    """Turns inputs and cotangents into a corner case, in place; None changes nothing."""
+    match name:
+        case None:
+            pass
+        case "equal keys":
+            given["k"][:] = given["k"][:, :1]
+        case "equal keys, no state":
+            given["k"][:] = given["k"][:, :1]
+            given["state"] = None
+        case "zero keys":
+            given["k"][:] = 0
+        case "every third key zero":
+            given["k"][:, ::3] = 0
+        case "zero state":
+            given["state"][:] = 0
+        case "no state":
+            given["state"] = None
+        case "zero dstate_out":
+            cotangents["dstate_out"][:] = 0
+        case "zero dy":
+            cotangents["dy"][:] = 0
+        case _:
+            raise ValueError(name)
+
+
 def documents(T, *rows):
     """(B, T) int32 segments: one list of document lengths a row, the last document takes what is left of T."""
     segments = np.zeros((len(rows), T), np.int32)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from gdkernels import fused, recurrent
 from gdkernels.fused.stages import PROGRAMS
 from gdkernels.portable import machine, program
 from gdkernels.portable.program import Program, body_text, header_text
@@ -97,5 +96,3 @@ def test_shared_memory_of_a_chip(monkeypatch, architecture, kilobytes):
 def test_no_gpu():
     with pytest.raises(RuntimeError, match="no GPU"):
         PROGRAMS[0]([], [((1,), mx.float32)], constants={}, groups=(1, 1, 1), threads=32)
-    for backend in (fused, recurrent):
-        assert backend.text()

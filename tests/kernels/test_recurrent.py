@@ -1,7 +1,6 @@
 """The recurrent kernels, emulated, against the float64 oracle: output, final state and six gradients."""
 
 import emulation
-import inputs
 import mlx.core as mx
 import oracle
 import pytest
@@ -42,22 +41,6 @@ def test_lengths(T):
 @pytest.mark.parametrize("chunk_size", [1, 2, 4, 5, 8, 22, 23, 1000])
 def test_chunk_sizes(chunk_size):
     check((CORNER[0], chunk_size, *CORNER[2:]))
-
-
-@pytest.mark.parametrize("decay", inputs.DECAYS)
-def test_decays(decay):
-    check(CORNER, decay=decay)
-
-
-@pytest.mark.parametrize("beta", [0.0, 1.0])
-@pytest.mark.parametrize("decay", ["one", "mild", "zero"])
-def test_beta(decay, beta):
-    check(CORNER, decay=decay, beta=beta)
-
-
-@pytest.mark.parametrize("change", emulation.CHANGES)
-def test_corners(change):
-    check(CORNER, change)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)

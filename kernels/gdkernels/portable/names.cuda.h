@@ -62,13 +62,6 @@ METAL_FUNC float row_sum(float x) {
   return x;
 }
 
-METAL_FUNC float column_sum(float x) {
-  x += simd_shuffle_xor(x, 4);
-  x += simd_shuffle_xor(x, 8);
-  x += simd_shuffle_xor(x, 16);
-  return x;
-}
-
 METAL_FUNC float decay_exp(float x) { return x < -87.0f ? 0.0f : expf(x); }
 
 METAL_FUNC void copy_16_bytes(void* to, const void* from, bool valid) {

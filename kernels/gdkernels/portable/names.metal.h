@@ -32,17 +32,10 @@ METAL_FUNC Lane make_lane(uint id) {
   return Lane{int(id), row, int((id >> 3 & 1) * 4 + (id & 1) * 2)};
 }
 
-// Sums over the lanes that share a row, or a column, of such a matrix; every one of them gets the sum.
+// Sum over the lanes that share a row of such a matrix; every one of them gets it.
 METAL_FUNC float row_sum(float x) {
   x += simd_shuffle_xor(x, 1);
   x += simd_shuffle_xor(x, 8);
-  return x;
-}
-
-METAL_FUNC float column_sum(float x) {
-  x += simd_shuffle_xor(x, 2);
-  x += simd_shuffle_xor(x, 4);
-  x += simd_shuffle_xor(x, 16);
   return x;
 }
 
