@@ -1,6 +1,6 @@
 """Milliseconds of GPU launches too short to be timed one by one: in chains, each launch waiting for the one before.
 
-Between two launches a kernel of four numbers reads what the first wrote and writes what the second reads: an order that
+Between two launches a kernel of few numbers reads what the first wrote and writes what the second reads: an order that
 mx.depends gives to MLX, but not to the GPU, which would let them overlap.
 """
 
@@ -17,7 +17,7 @@ _WARM_CHAINS, LEAST = 2, 3
 # Rows and columns of the matrices of `make_plug`, and how many products tell the time of one.
 _PLUG_SIZE, _TIMED_PRODUCTS = 4096, 10
 _INDEX = "thread_index_in_threadgroup"
-_TIE = Program("tie", ("numbers", "after"), ("tied",), f"if ({_INDEX} < 4) tied[{_INDEX}] = numbers[{_INDEX}];")
+_TIE = Program("tie", ("numbers", "after"), ("tied",), f"if ({_INDEX} < COUNT) tied[{_INDEX}] = numbers[{_INDEX}];")
 
 
 def chain_ms(
@@ -40,7 +40,7 @@ def chain_ms(
         numbers = first
         for _ in range(args.chain):
             written = link(numbers)
-            numbers = _TIE([first, written], [((4,), mx.int32)], constants={}, groups=(1, 1, 1), threads=32)[0]
+            numbers = _tie(first, written)
         del written
         busy = plug()
         start = time.perf_counter()
@@ -49,6 +49,11 @@ def chain_ms(
         mx.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     return times[_WARM_CHAINS:]
+
+
+def _tie(numbers: mx.array, after: mx.array) -> mx.array:
+    launch = {"constants": {"COUNT": numbers.size}, "groups": (1, 1, 1), "threads": 32}
+    return _TIE([numbers, after], [(numbers.shape, mx.int32)], **launch)[0]
 
 
 def resolution_ms(times: list[float], chain: int) -> float:

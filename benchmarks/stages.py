@@ -179,7 +179,7 @@ def measure_shape(
     ready = launches(sizes, row_span, primals, cotangents)
     clock.append(time.perf_counter())
     for stage, launch in ready.items():
-        times = chain_ms(_of_numbers(launch, row_span), row_span.array(C), plug, args)
+        times = chain_ms(_of_numbers(launch, row_span), row_span.array(sizes), plug, args)
         row = {"stage": stage, **stage_row(stage, sizes, times, empty, args)}
         rows.append(row)
         print(f"{stage:>18} {_shown(row)}", flush=True)
@@ -242,7 +242,7 @@ class _TiedSpan(Span):
         tied.numbers = numbers
         return tied
 
-    def array(self, C: int) -> mx.array:
+    def array(self, plan: Plan) -> mx.array:
         return self.numbers
 
 

@@ -28,6 +28,9 @@ Overrides = Annotated[
 def finetune(
     config: Annotated[Path, typer.Argument(help="YAML config of the run.", show_default=False)],
     overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try one step on the longest batch, print a forecast, write nothing.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train, and log validation loss and peak memory.
@@ -37,7 +40,7 @@ def finetune(
     with _interruptible():
         from gdtrain.commands.finetune import run_finetune
 
-        run_finetune(config, overrides or [])
+        run_finetune(config, overrides or [], dry_run=dry_run)
 
 
 @app.command("eval")

@@ -25,7 +25,6 @@ from gdtrain.config_section import (
 # Keys whose feature does not exist yet: any value but the default is refused, with this reason.
 _RENAME = "fields of a local file are not renamed yet; rename them in the data, or load it with hf_dataset"
 NOT_YET: dict[str, str] = {
-    "packing": "documents in a row would leak into each other",
     "report_to": "there is no client for tracking services; metrics.jsonl in adapter_path has every number",
     "prompt_feature": _RENAME,
     "completion_feature": _RENAME,

@@ -13,6 +13,7 @@ from gdtrain.data.conversation import Sample
 from gdtrain.errors import TrainingStopped
 from gdtrain.loss import supervised_positions, token_loss
 from gdtrain.memory import clear_cache_above
+from gdtrain.model.head import find_head
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    start = time.perf_counter()
+    start, vocabulary = time.perf_counter(), find_head(model).vocabulary
     total, supervised, positions, rows = 0.0, 0, 0, 0
     chosen = eval_batches(samples, batch_size, limit=None if batches == -1 else batches)
     try:
         for done, indices in enumerate(chosen, start=1):
             batch = collate(samples, indices, max_tokens=max_seq_length)
-            loss = scalar(token_loss(model, batch.inputs, supervised_positions(batch)))
+            loss = scalar(token_loss(model, batch.inputs, supervised_positions(batch, vocabulary)))
             if not math.isfinite(loss):
                 places = ", ".join(samples[i].where for i in batch.rows)
                 raise TrainingStopped(f"the loss of these rows is {loss}: {places}")

@@ -7,25 +7,28 @@ from pathlib import Path
 
 from gdtrain.config import RunConfig
 from gdtrain.config_file import dump_yaml, load_config
-from gdtrain.data.batches import epoch_batches, padding_share
+from gdtrain.data.batches import RunBatches
 from gdtrain.data.sources import missing_split
 from gdtrain.data.stdlib import STDLIB
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
-from gdtrain.memory import set_limits
+from gdtrain.memory import limits_in_effect, set_limits
 from gdtrain.model.adapter import ADAPTER_FILE, check_adapter_file, load_adapter
 from gdtrain.model.swap import check_kernel
 from gdtrain.model.tiny_path import TINY
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.header import describe, header_lines
-from gdtrain.session import Session, adapt_as, open_data, open_session
+from gdtrain.session import Data, Session, adapt_as, open_data, open_session
+from gdtrain.training.dry_step import dry_step, longest_batch
+from gdtrain.training.forecast import forecast
 from gdtrain.training.loop import count_iterations, train
 from gdtrain.training.run_directory import check_run_directory, make_run_directory, run_directory
-from gdtrain.training.step import compile_policy
+from gdtrain.training.step import build_step, compile_policy
 
 
-def run_finetune(config_file: Path, overrides: list[str]) -> None:
-    """Train; raises UserError, TrainingStopped or Interrupted, which are for cli.py."""
+def run_finetune(config_file: Path, overrides: list[str], *, dry_run: bool = False) -> None:
+    """Train, or with dry_run try one step and write nothing; raises UserError, TrainingStopped or Interrupted, which
+    are for cli.py."""
     console = RunConsole()
     config = load_config(config_file, overrides)
     folder = run_directory(config.adapter_path)
@@ -34,6 +37,8 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
         check_run_directory(folder)
         if config.resume_adapter_file is not None:
             check_adapter_file(Path(config.resume_adapter_file).expanduser())
+    elif dry_run:
+        raise UserError("--dry-run tries a training step, and train: false leaves none; accepted: train: true")
     elif config.test:
         check_adapter_file(folder / ADAPTER_FILE)
     else:
@@ -44,45 +49,69 @@ def run_finetune(config_file: Path, overrides: list[str]) -> None:
         console.line(f"note: {note}")
 
     if config.train:
-        session = _train(config, folder, console)
+        session = _train(config, folder, console, dry_run)
     else:  # as in mlx-lm: the test loss of the adapter in adapter_path
         session = open_session(config, open_data(config, ["test"], console.line))
         load_adapter(session.model, folder)
-    if config.test:
+    if config.test and not dry_run:
         _test(session, console)
 
 
-def _train(config: RunConfig, folder: Path, console: RunConsole) -> Session:
+def _train(config: RunConfig, folder: Path, console: RunConsole, dry_run: bool) -> Session:
     data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
+    batches, iterations = _plan(config, data, console)
+    session = open_session(config, data)
+    adaptation = adapt_as(config, session.model)
+    policy = compile_policy(config.compile)
+    limits = limits_in_effect(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
+    header = describe(session, adaptation, policy.compiled, policy.reason) | {"iterations": iterations} | limits
+    console.line("")
+    for line in header_lines(header):
+        console.line(line)
+    if shown := [f"{key} {gb:g}" for key, gb in limits.items() if gb is not None]:
+        console.line(f"limits  {', '.join(shown)}")
+    console.targets(adaptation.targets)
+    console.line("")
+
+    step = build_step(session.model, compiled=policy.compiled)
+    tried = dry_step(session, step, longest_batch(batches, iterations))
+    console.line(tried.line())
+    if dry_run:
+        for line in forecast(config, batches, iterations, tried):
+            console.line(line)
+        return session
+    if moved := make_run_directory(folder, dump_yaml(with_absolute_paths(config))):
+        console.line(f"{folder} held an earlier run or adapter; it is now in {moved}")
+    header |= tried.record()
+    train(session, adaptation, batches, step, iterations=iterations, header=header, console=console)
+    console.line(f"saved: {folder}")
+    return session
+
+
+def _plan(config: RunConfig, data: Data, console: RunConsole) -> tuple[RunBatches, int]:
+    """The batches of the run and how many iterations it has.
+
+    Raises:
+        UserError: there are too few rows for what the config asks.
+    """
     rows = data.samples["train"]
-    iterations = count_iterations(config, rows)
+    batches = RunBatches(
+        rows, config.batch_size, seed=config.seed, max_tokens=config.max_seq_length, packing=config.packing
+    )
+    iterations = count_iterations(config, batches)
     updates = math.ceil(iterations / config.grad_accumulation_steps)
     if config.lr_schedule is not None and config.lr_schedule.warmup > updates:
         console.line(f"warning: lr_schedule.warmup is {config.lr_schedule.warmup}, but the run has {updates} updates")
-    batches = epoch_batches(rows, config.batch_size, seed=config.seed, epoch=0)
-    console.line(f"padding: {100 * padding_share(rows, batches):.1f} % of the positions of an epoch")
+    if batches.packed_rows is not None:
+        console.line(f"packing: {len(rows):,} rows of data in {batches.packed_rows:,} rows of an epoch")
+    console.line(f"padding: {100 * batches.padding_share:.1f} % of the positions of an epoch")
     if config.test and not data.samples["test"]:
         raise UserError(f"test: true, but {missing_split('test', config.data)}")
     if not data.samples["valid"]:
         if config.early_stopping_patience is not None:
             raise UserError(f"early_stopping_patience: nothing to watch: {missing_split('valid', config.data)}")
         console.line("warning: there are no validation rows; training goes on without a validation loss")
-
-    session = open_session(config, data)
-    adaptation = adapt_as(config, session.model)
-    policy = compile_policy(config.compile)
-    header = describe(session, adaptation, policy.compiled, policy.reason) | {"iterations": iterations}
-    console.line("")
-    for line in header_lines(header):
-        console.line(line)
-    console.targets(adaptation.targets)
-    console.line("")
-
-    if moved := make_run_directory(folder, dump_yaml(with_absolute_paths(config))):
-        console.line(f"{folder} held an earlier run or adapter; it is now in {moved}")
-    train(session, adaptation, iterations=iterations, compiled=policy.compiled, header=header, console=console)
-    console.line(f"saved: {folder}")
-    return session
+    return batches, iterations
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -1,17 +1,33 @@
-"""A model's two halves: hidden states of all positions, and logits of those that matter."""
+"""The head: from hidden states to logits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
-
-def hidden_states(model: nn.Module, inputs: mx.array) -> mx.array:
-    """Output of the final norm, (B, T, hidden), for inputs (B, T) int32."""
-    return model.model(inputs)
+from gdtrain.arrays import flat
 
 
-def project_to_vocabulary(model: nn.Module, hidden: mx.array) -> mx.array:
-    """Logits (..., vocabulary) of hidden states (..., hidden), by the head or the tied embedding."""
+@dataclass(frozen=True)
+class Head:
+    """A model's last projection. module: holds its parameters. project: hidden states (..., hidden) to logits
+    (..., vocabulary), with the parameters that the module has when it is called."""
+
+    module: nn.Module
+    project: Callable[[mx.array], mx.array]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many logits there are: the rows of the weight, be it dense, quantised or inside an adapter."""
+        weights = [x for name, x in flat(self.module.parameters()).items() if name.rsplit(".", 1)[-1] == "weight"]
+        return weights[0].shape[0]
+
+
+def find_head(model: nn.Module) -> Head:
+    """The head of its own, or else the tied embedding."""
     language_model = model.language_model if "language_model" in model else model
     if "lm_head" in language_model:
-        return language_model.lm_head(hidden)
-    return language_model.model.embed_tokens.as_linear(hidden)
+        return Head(language_model.lm_head, language_model.lm_head)
+    embedding = language_model.model.embed_tokens
+    return Head(embedding, embedding.as_linear)

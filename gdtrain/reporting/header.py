@@ -24,6 +24,8 @@ def describe(session: Session, adaptation: Adaptation, compiled: bool, compile_r
         "model": session.config.model,
         "kernel": session.swapped.choice.backend,
         "kernel_reason": session.swapped.choice.reason,
+        "convolution": session.swapped.convolution.backend,
+        "convolution_reason": session.swapped.convolution.reason,
         "gdn_layers": session.swapped.expected,
         "gdn_layers_swapped": session.swapped.layers,
         "compiled": compiled,
@@ -42,6 +44,7 @@ def header_lines(header: dict[str, Any]) -> Iterator[str]:
     yield f"gdtrain {h['gdtrain']}, mlx {h['mlx']}, mlx-lm {h['mlx_lm']}, {h['device']}"
     yield f"model   {h['model']}: {h['gdn_layers_swapped']} of {h['gdn_layers']} GDN layers on the trainable path"
     yield f"kernel  {h['kernel']}: {h['kernel_reason']}"
+    yield f"conv    {h['convolution']}: {h['convolution_reason']}"
     yield f"compile {'on' if h['compiled'] else 'off'}: {h['compile_reason']}"
     share = 100 * h["trainable_parameters"] / h["total_parameters"]
     yield (

@@ -1,12 +1,15 @@
 """Gradient checkpointing: each block keeps its input only and runs again in the backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from gdtrain.arrays import flat
 
 
 @contextmanager
@@ -33,15 +36,36 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
             if cache is not None or not self.training:
                 return super().__call__(x, mask, cache)
 
-            # mx.checkpoint gives gradients to explicit inputs only, so what trains has to be one.
-            def run(parameters: dict, x: mx.array) -> mx.array:
-                self.update(parameters)
+            named = flat(self.trainable_parameters())
+
+            def run(x: mx.array, leaves: list[mx.array]) -> mx.array:
+                self.update(tree_unflatten(list(zip(named, leaves, strict=True))))
                 return kind.__call__(self, x, mask)
 
-            parameters = self.trainable_parameters()
             try:
-                return mx.checkpoint(run)(parameters, x)
+                return _recompute(run)(x, list(named.values()))
             finally:
-                self.update(parameters)
+                self.update(tree_unflatten(list(named.items())))
 
     return Recomputed
+
+
+def _recompute(run: Callable[[mx.array, list[mx.array]], mx.array]) -> Callable[..., mx.array]:
+    """`run` with a backward that runs it again, in an order that bounds memory.
+
+    MLX evaluates a graph depth first. It would run the block again before it has the gradient of its output, and leave
+    the gradients of parameters to the end, with all that they are made of: mx.checkpoint prevents only the first. So
+    the gradient of x, which the blocks before wait for, waits for those of the parameters.
+    """
+
+    @mx.custom_function
+    def block(x: mx.array, leaves: list[mx.array]) -> mx.array:
+        return run(x, leaves)
+
+    @block.vjp
+    def backward(primals: Any, dy: mx.array, y: mx.array) -> Any:
+        x, *leaves = mx.depends([primals[0], *primals[1]], [dy])
+        _, (dx, *d_leaves) = mx.vjp(lambda x, *leaves: run(x, list(leaves)), [x, *leaves], [dy])
+        return mx.depends([dx], d_leaves)[0] if d_leaves else dx, d_leaves
+
+    return cast(Callable[..., mx.array], block)

@@ -1,4 +1,13 @@
-"""One training step: loss and gradients of a batch, gradients summed over an accumulation window, one update."""
+"""One training step: loss and gradients of a batch, gradients summed over an accumulation window, one update.
+
+Loss and gradients are one graph, evaluated at once. Metal allows 499,000 buffers, so their number is a limit of its
+own. With the GPU kernels the graph of 64 blocks with the heads of 27B has fewer than 240,000 operations at T = 4096,
+which bound the buffers. `chunked` makes 50 arrays for each chunk of a GDN layer while the graph is built: 170,000 for
+64 blocks, T = 4096 and chunks of 64, in proportion to T. The peak of the evaluation was at most 60 above what the graph
+holds when it begins, since an array is freed after its last use (allocations counted on a CPU, 4 to 16 blocks, T = 64
+to 1024, MLX 0.32.4, 2026-12-01); on a GPU, what is in flight comes on top. tests/training/test_memory.py holds the
+counts to that.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,9 +19,11 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from gdtrain.arrays import scalar
 from gdtrain.data.batches import Batch
 from gdtrain.loss import Supervised, supervised_positions, token_loss
 from gdtrain.model.dropout import draw_keys
+from gdtrain.model.head import find_head
 
 LossAndGradients = Callable[[Batch], tuple[mx.array, Any]]
 
@@ -30,31 +41,37 @@ def compile_policy(asked: bool | None) -> CompilePolicy:
     if asked is not None:
         return CompilePolicy(asked, "asked for")
     if mx.default_device() == mx.cpu:
-        # Tiny model, 4 x 96 positions, two cores of a Xeon 2.8 GHz, MLX 0.32.4, 2026-11-30: first step 59 s, later ones
-        # 0.72 s compiled and 0.84 s not.
-        return CompilePolicy(False, "on a CPU every new batch shape would take up to a minute to compile")
+        # Tiny model, 4 x 96 positions, two cores of a Xeon 2.8 GHz, MLX 0.32.4, 2026-11-30.
+        return CompilePolicy(
+            False, "measured on two CPU cores: 59 s for the first step of a shape, then 0.72 s instead of 0.84 s"
+        )
     if mx.metal.is_available():
         return CompilePolicy(False, "not measured on Metal by this project; compile: true turns it on")
-    # 4 blocks of the 9B shape on an H200, MLX 0.32.4, 2026-11.
-    return CompilePolicy(False, "on CUDA the first compiled step of 4 blocks took 100 s")
+    # The 9B shape on an H200, MLX 0.32.4, 2026-11.
+    return CompilePolicy(
+        False, "measured on an H200: 100 s for the first step of 4 blocks, 9 s for that of 8 blocks uncompiled"
+    )
 
 
 def build_step(model: nn.Module, *, compiled: bool) -> LossAndGradients:
     """A function from a batch to the sum of its token losses and the gradients of that sum, as the trainable tree."""
 
-    def loss(parameters: dict, inputs: mx.array, supervised: Supervised) -> mx.array:
+    vocabulary = find_head(model).vocabulary
+
+    def loss(parameters: dict, inputs: mx.array, supervised: Supervised, segments: mx.array | None) -> mx.array:
         model.update(parameters)
         draw_keys(model)
-        return token_loss(model, inputs, supervised)
+        return token_loss(model, inputs, supervised, segments)
 
     loss_and_gradients = mx.value_and_grad(loss)
     if compiled:
         loss_and_gradients = mx.compile(loss_and_gradients, inputs=mx.random.state, outputs=mx.random.state)
 
     def step(batch: Batch) -> tuple[mx.array, Any]:
+        supervised = supervised_positions(batch, vocabulary)
         parameters = model.trainable_parameters()
         try:
-            return loss_and_gradients(parameters, batch.inputs, supervised_positions(batch))
+            return loss_and_gradients(parameters, batch.inputs, supervised, batch.segments)
         finally:
             model.update(parameters)  # tracing left its placeholders there
 
@@ -86,3 +103,11 @@ class Window:
         self.gradients = None
         clipped, norm = optim.clip_grad_norm(mean, math.inf if max_grad_norm is None else max_grad_norm)
         return (mean if max_grad_norm is None else clipped), norm
+
+
+def accumulate(step: LossAndGradients, batch: Batch, window: Window) -> float:
+    """Add a batch to the window; returns its summed loss, and leaves no other reference to its gradients."""
+    loss, gradients = step(batch)
+    window.add(gradients, batch)
+    mx.eval(loss, window.gradients)
+    return scalar(loss)

@@ -20,7 +20,19 @@ Notation, used in every file of this package (Yang, Kautz and Hatamizadeh, "Gate
 """
 
 from gdkernels.backends import BACKENDS, Backend
-from gdkernels.dispatch import Choice, explain, gated_delta_rule, gated_delta_update
+from gdkernels.choice import Choice
+from gdkernels.convolution import causal_convolution, explain_convolution
+from gdkernels.dispatch import explain, gated_delta_rule, gated_delta_update
 from gdkernels.gates import gates
 
-__all__ = ["BACKENDS", "Backend", "Choice", "explain", "gated_delta_rule", "gated_delta_update", "gates"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Choice",
+    "causal_convolution",
+    "explain",
+    "explain_convolution",
+    "gated_delta_rule",
+    "gated_delta_update",
+    "gates",
+]

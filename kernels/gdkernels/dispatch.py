@@ -6,14 +6,14 @@ a machine: at the first `explain` or, without one, at the first call. It may com
 
 import sys
 import warnings
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from gdkernels.backends import BACKENDS, Backend, available
+from gdkernels.choice import Choice, describe_device
 from gdkernels.contract import check_rule, check_sizes, check_update
 from gdkernels.gates import gates
-from gdkernels.portable.machine import architecture, machine
+from gdkernels.portable.machine import machine
 from gdkernels.sizes import Sizes
 from gdkernels.verdicts import are_left_out, has_failed, verdict
 
@@ -35,14 +35,6 @@ _CPU_CHUNK, _GPU_CHUNK = 32, 64
 
 _ANY_SHAPE = "exact gradients for any shape, chunk by chunk in parallel"
 _warned: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend that will run, and why."""
-
-    backend: str
-    reason: str
 
 
 def explain(
@@ -73,7 +65,7 @@ def explain(
     check_sizes(sizes)
     chosen, rejected = _choose(sizes, backend)
     selftest = [f"self-test {_selftest(chosen, sizes)}"] if chosen.has_kernels else []
-    parts = [", ".join(filter(None, [_device(), chosen.products()])), *selftest]
+    parts = [", ".join(filter(None, [describe_device(), chosen.products()])), *selftest]
     if backend != "auto":
         return Choice(chosen.name, "; ".join(["asked for", *(parts if machine() else [])]))
     return Choice(chosen.name, "; ".join([*parts, *rejected, *([_ANY_SHAPE] if chosen.name == "chunked" else [])]))
@@ -186,7 +178,7 @@ def _fault(backend: Backend, sizes: Sizes) -> str | None:
     if not backend.has_kernels or are_left_out() or (result := verdict(backend, sizes)).passed:
         return None
     fault = f"failed its self-test: {result.summary()}"
-    message = f"gdkernels: {backend.name} {fault} ({_device()}); it is not used"
+    message = f"gdkernels: {backend.name} {fault} ({describe_device()}); it is not used"
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=_callers_stacklevel())
@@ -213,10 +205,3 @@ def _selftest(backend: Backend, sizes: Sizes) -> str:
 def default_chunk() -> int:
     """Tokens of a chunk on the default device, where the caller leaves the choice."""
     return _CPU_CHUNK if machine() is None else _GPU_CHUNK
-
-
-def _device() -> str:
-    where = machine()
-    if where is None:
-        return "CPU device"
-    return f"{'Metal' if where == 'metal' else 'CUDA'} device {architecture()}".rstrip()

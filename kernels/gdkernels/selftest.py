@@ -57,7 +57,7 @@ QWEN35_9B = Sizes(B=1, T=1024, Hk=16, Hv=32, Dk=128, Dv=128, dtype=mx.bfloat16, 
 
 
 class Probe(NamedTuple):
-    """What tells the kernels of two calls apart, and hence what a result holds for."""
+    """What may tell the kernels of two calls apart, and hence what a result holds for."""
 
     Hk: int
     Hv: int
@@ -121,8 +121,8 @@ def run(backend: Backend, sizes: Sizes = QWEN35_9B) -> Result:
     """Compare outputs, final state and all six gradients of `backend` with the recurrence on the default device.
 
     Args:
-        sizes: of the calls that the result is to hold for. Kernels are compiled for head sizes, heads, dtype and chunk,
-            so these are what is tested, with few tokens.
+        sizes: of the calls that the result is to hold for. Kernels are compiled for head sizes, dtype and chunk, and
+            in a few forms for many and for few heads, so these are what is tested, with few tokens.
 
     Returns:
         A result that failed if anything is wrong: nothing is raised but KeyboardInterrupt and the like.
@@ -158,7 +158,7 @@ class _Case(NamedTuple):
 
 def _cases(backend: Backend, sizes: Sizes) -> list[_Case]:
     """Those that the backend does not refuse: two key heads in every dtype, and all heads in their own dtype, because
-    the number of heads may be part of a kernel's text."""
+    their number decides the form of some kernels."""
     few = sizes._replace(B=2, T=min(2 * sizes.C + 3, 200), Hk=2, Hv=2 * sizes.Hv // sizes.Hk)
     dtypes = dict.fromkeys((mx.float32, mx.bfloat16, sizes.dtype))
     cases = [_Case(f"{decay} decay", decay, few._replace(dtype=dtype)) for dtype in dtypes for decay in _DECAYS]

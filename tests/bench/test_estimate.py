@@ -49,7 +49,8 @@ def test_backends_measured_here():
 def test_within_a_factor(backend, case):
     inputs = draw_inputs(case)
     rule = loop_rule(inputs) if backend == LOOP else layer_rule(inputs, backend)
-    peak = measure(rule, inputs.primals, inputs.cotangents, 1).peak
+    # MLX allocates ahead of the computation, and far ahead on a busy machine.
+    peak = min(measure(rule, inputs.primals, inputs.cotangents, 1).peak for _ in range(3))
     assert peak / FACTOR < estimate_bytes(case, backend) < peak * FACTOR
 
 

@@ -41,6 +41,32 @@ def test_rule(tmp_path, monkeypatch):
             assert f"(benchmarks/{file.name}), made by an earlier version" in " ".join(readme.split()), file
 
 
+def test_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = run("step.py", "--shape", "mini", "--tokens", "16,40", "--dtype", "float32", "--steps", "1")
+    assert [row["tokens"] for row in report["rows"]] == [16, 40]
+    for row in report["rows"]:
+        assert list(row["parts"]) == ["GDN", "attention", "MLP", "norm", "loss", "rest"]
+        assert sum(part["share"] for part in row["parts"].values()) == pytest.approx(1)
+
+
+def test_stock(tmp_path, monkeypatch):
+    """Both train the same thing: the loss of the first step is the same."""
+    monkeypatch.chdir(tmp_path)
+    report = run("stock.py", "--tokens", "24", "--rounds", "1", "--steps", "1")
+    stock, ours = report["rows"]
+    assert stock["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert (stock["variant"], ours["variant"]) == ("mlx-lm", "gdtrain")
+
+
+def test_packing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--documents", "8", "--median", "10", "--max-seq-length", "32", "--dtype", "float32")
+    report = run("packing.py", "--shape", "mini", *sizes, "--rounds", "1")
+    assert [row["variant"] for row in report["rows"]] == ["packed", "padded", "padded, wide"]
+    assert report["rows"][0]["shapes"] <= 2
+
+
 def test_same_inputs_for_everyone(tmp_path):
     """Who is timed gets a file, drawn by MLX's worker once for a shape and T, and tells so where that fails."""
     asked = []

@@ -144,7 +144,6 @@ CONFIGS = {
         "model: tiny\ndata: data\niters: 3\ngrad_accumulation_steps: 4\n",
         ("c.yaml:4", "grad_accumulation_steps", "4", "3"),
     ),
-    "packing": ("model: tiny\ndata: data\npacking: true\n", ("c.yaml:3", "packing", "leak")),
     "two faults": ("model: tiny\ndata: data\niters: x\nseed: y\n", ("c.yaml:3: iters", "c.yaml:4: seed")),
 }
 

@@ -10,6 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from command import SCRIPT, adapter, call, environ, evaluated, metrics, write_rows
+from mini import toy_tokenizer
+
+from gdtrain.training.dry_step import DryStep
 
 
 def start(*args: object) -> subprocess.Popen:
@@ -58,6 +61,7 @@ def test_interrupt_within_a_compiled_step(config, monkeypatch):
 
     real = step.token_loss
     monkeypatch.setattr(step, "token_loss", interrupted)
+    monkeypatch.setattr("gdtrain.commands.finetune.dry_step", lambda *args: DryStep(1, 1, 0.0, 0.0))
     config(compile=True)
     Path("data/valid.jsonl").unlink()
     mx.enable_compile()  # nothing is built: the first trace is where it ends
@@ -86,31 +90,33 @@ def test_closed_pipe_saves(config):
 
 @pytest.fixture
 def poisoned(work, checkpoint):
-    """A checkpoint with one weight that is not a number."""
+    """A checkpoint whose embedding of "v" is not a number, which of the rows only those of valid have."""
     shutil.copytree(checkpoint, "poisoned")
     tensors = dict(mx.load("poisoned/model.safetensors"))
-    name = "language_model.model.layers.2.mlp.down_proj.weight"
-    tensors[name] = mx.where(mx.arange(tensors[name].size).reshape(tensors[name].shape) == 5, math.nan, tensors[name])
+    (token,) = toy_tokenizer("plain").encode("v")
+    tensors["language_model.model.embed_tokens.weight"][token] = math.nan
     mx.save_safetensors("poisoned/model.safetensors", tensors)
     return "poisoned"
 
 
 def test_loss_that_is_not_finite(config, poisoned):
-    config(model=poisoned, data="rows")
-    write_rows("rows/train.jsonl", [{"text": "abcdefgh"}] * 2)
+    """In the shorter batch, so that the step on the longest one does not see it."""
+    write_rows("rows/train.jsonl", [{"text": "v" * n} for n in (8, 8)] + [{"text": "abc" * 20}] * 2)
+    config(model=poisoned, data="rows", iters=4)
     result = call("finetune", "c.yaml")
     assert result.code == 3
-    assert result.err.startswith("gdtrain: iteration 1: the loss is nan")
+    (stop,) = metrics("run", "stop")
+    assert result.err.startswith(f"gdtrain: iteration {stop['iteration']}: the loss is nan")
     assert "train.jsonl:1" in result.err
     assert "train.jsonl:2" in result.err
     assert "Traceback" not in result.err
     assert len(result.err.splitlines()) == 1
-    (stop,) = metrics("run", "stop")
-    assert stop["iteration"] == 1
+    assert stop["iteration"] in (1, 2)
     assert "nan" in stop["reason"]
 
 
 def test_validation_that_is_not_finite(config, poisoned):
+    write_rows("data/test.jsonl", [{"prompt": "v", "completion": "no"}])
     config(model=poisoned)
     result = call("finetune", "c.yaml")
     assert result.code == 3

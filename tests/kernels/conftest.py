@@ -34,6 +34,15 @@ def _no_selftest(request):
 
 
 @pytest.fixture
+def on_a_cpu():
+    """For tests that play a GPU on a CPU, or speak of a CPU: the same on a machine that has one."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture
 def on(monkeypatch):
     """A function that chooses the Apple generation and whether there are heads enough to fill a GPU."""
 

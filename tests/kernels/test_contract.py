@@ -122,6 +122,7 @@ def test_rule_refuses_chunk_size(chunk_size):
         gated_delta_rule(**RULE, chunk_size=chunk_size)
 
 
+@pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize("backend", ["native", "no-such-backend", "", "Chunked"])
 def test_unavailable_backend(backend):
     """`native` has no kernel for these head dimensions, on Metal either."""
@@ -133,7 +134,7 @@ def test_unavailable_backend(backend):
     for call in calls:
         with pytest.raises(ValueError, match="chunked") as caught:
             call()
-        assert all(name in str(caught.value) for name in (backend, *inputs.BACKENDS))
+        assert all(name in str(caught.value) for name in (backend, "reference", "replay", "chunked"))
 
 
 @pytest.mark.parametrize("backend", inputs.BACKENDS)

@@ -14,6 +14,8 @@ from gdkernels.sizes import Sizes
 from gdkernels.testing import metal
 from stubs import counted, raising, scaled, stub
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 HEADS = (2, 4, 32, 16)
 SHAPE = (2, 39, *HEADS)
 
@@ -191,7 +193,7 @@ def test_kernels_under_test_are_trusted(gpu):
 )
 def test_device_is_named(architecture, setting, rounds, gpu, monkeypatch):
     monkeypatch.setattr(machine, "architecture", lambda: architecture)
-    monkeypatch.setattr(dispatch, "architecture", lambda: architecture)
+    monkeypatch.setattr("gdkernels.choice.architecture", lambda: architecture)
     monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
     if setting is not None:
         monkeypatch.setenv("MLX_ENABLE_TF32", setting)

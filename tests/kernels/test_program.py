@@ -93,6 +93,7 @@ def test_shared_memory_of_a_chip(monkeypatch, architecture, kilobytes):
     assert machine.shared_bytes("metal") == 32768
 
 
+@pytest.mark.usefixtures("on_a_cpu")
 def test_no_gpu():
     with pytest.raises(RuntimeError, match="no GPU"):
         PROGRAMS[0]([], [((1,), mx.float32)], constants={}, groups=(1, 1, 1), threads=32)

@@ -14,6 +14,8 @@ from gdkernels.sizes import Sizes
 from gdkernels.testing import metal
 from stubs import counted, raising, scaled, stub
 
+pytestmark = pytest.mark.usefixtures("on_a_cpu")
+
 SIZES = Sizes(1, 64, 2, 4, 16, 16, mx.float32, 8)
 
 

@@ -14,7 +14,7 @@ from mlx_lm.models import qwen3_5, qwen3_next
 
 from gdtrain.arrays import flat
 from gdtrain.errors import UserError
-from gdtrain.model.convolution import causal_depthwise_convolution
+from gdtrain.model.layers import Trainable
 from gdtrain.model.load import find_model, load_model
 from gdtrain.model.lora import adapt
 from gdtrain.model.swap import count_linear_layers, swap_linear_attention
@@ -39,7 +39,7 @@ def test_every_linear_layer_is_swapped(family, blocks, interval, linear):
     assert (result.layers, result.expected) == (linear, linear)
     layers = [block.linear_attn for block in model.layers if "linear_attn" in block]
     assert len(layers) == linear
-    assert all(type(layer).__module__ == "gdtrain.model.swap" for layer in layers)
+    assert all(isinstance(layer, Trainable) for layer in layers)
 
 
 @pytest.mark.parametrize("family", mini.FAMILIES)
@@ -257,44 +257,6 @@ def test_a_log_is_float32_whatever_the_checkpoint_holds(stored, tmp_path):
         assert len(logs) == 3
         assert {dtypes[n] for n in logs} == {mx.float32}
         assert {dtypes[n] for n in dtypes.keys() - logs} == {getattr(mx, asked or "bfloat16")}
-
-
-# Relative L2. float32: four products summed in another order. bfloat16: the result, and the gradients that
-# mx.conv1d rounds once more on the way, have 8 bits; half a unit in the last place is 2e-3 to 4e-3.
-CONVOLUTION = {"float32": 1e-6, "bfloat16": 8e-3}
-
-
-@pytest.mark.parametrize("dtype", CONVOLUTION)
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 9])
-def test_convolution_is_mlx_s_with_its_gradients(T, dtype):
-    rng = np.random.default_rng(T)
-    x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, T, 6), (6, 4, 1), (2, T, 6)))
-    x, w, dy = (mx.array(value).astype(getattr(mx, dtype)) for value in (x, w, dy))
-
-    def plain(x, w):
-        return mx.conv1d(mx.pad(x, [(0, 0), (3, 0), (0, 0)]), w, groups=6)
-
-    got, got_gradients = mx.vjp(causal_depthwise_convolution, [x, w], [dy])
-    want, want_gradients = mx.vjp(plain, [x, w], [dy])
-    for ours, theirs in zip(got + got_gradients, want + want_gradients, strict=True):
-        assert ours.dtype == theirs.dtype == getattr(mx, dtype)
-        assert mini.relative_l2(ours, theirs) <= CONVOLUTION[dtype]
-
-
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 9])
-def test_convolution_against_its_definition(T):
-    rng = np.random.default_rng(T)
-    x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, T, 6), (6, 4, 1), (2, T, 6)))
-    y, dx, dw = np.zeros((2, T, 6)), np.zeros((2, T, 6)), np.zeros((6, 4, 1))
-    for t in range(T):
-        for tap in range(max(0, 3 - t), 4):
-            s = t - 3 + tap
-            y[:, t] += w[:, tap, 0] * x[:, s]
-            dx[:, s] += w[:, tap, 0] * dy[:, t]
-            dw[:, tap, 0] += (x[:, s] * dy[:, t]).sum(axis=0)
-    got, gradients = mx.vjp(causal_depthwise_convolution, [mx.array(x), mx.array(w)], [mx.array(dy)])
-    for ours, wanted in zip(got + gradients, (y, dx, dw), strict=True):
-        assert mini.relative_l2(ours, mx.array(wanted.astype(np.float32))) <= CONVOLUTION["float32"]
 
 
 def test_submodules_are_shared_not_copied():

@@ -289,10 +289,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, monkeypatch):
     file, run = prepare_run(tmp_path)
     whole_mean, count = Window.mean, []
 
-    def overflowing(self, limit):
+    def overflowing(self, limit):  # its first call is the dry step's
         mean, norm = whole_mean(self, limit)
         count.append(1)
-        return (tree_map(lambda g: g * mx.inf, mean), mx.array(mx.inf)) if len(count) == 4 else (mean, norm)
+        return (tree_map(lambda g: g * mx.inf, mean), mx.array(mx.inf)) if len(count) == 5 else (mean, norm)
 
     monkeypatch.setattr(Window, "mean", overflowing)
     with pytest.raises(TrainingStopped, match=r"iteration 4: the gradient norm is inf; samples: .*train\.jsonl:"):
@@ -307,7 +307,7 @@ def test_an_interrupted_run_saves_its_adapter(tmp_path, monkeypatch):
 
     def interrupted(self, limit):
         count.append(1)
-        if len(count) == 4:
+        if len(count) == 5:  # the first is the dry step's
             raise KeyboardInterrupt
         return mean(self, limit)
 

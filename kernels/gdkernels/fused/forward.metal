@@ -4,24 +4,26 @@
   threadgroup float arena[ARENA];
   const Lane lane = make_lane(thread_index_in_simdgroup);
   const int thread_id = thread_index_in_threadgroup;
-  const int head = threadgroup_position_in_grid.y % HV, row = threadgroup_position_in_grid.y / HV;
-  const int key_head = head / (HV / HK);
+  const int first = span[0], chunks = span[1], T = span[2], key_heads = span[4], value_heads = span[5];
+  const int head = threadgroup_position_in_grid.y % value_heads, row = threadgroup_position_in_grid.y / value_heads;
+  const int key_head = head / (value_heads / key_heads);
   const int group_v0 = threadgroup_position_in_grid.x * (GROUPS * R);
   const int own_v0 = int(simdgroup_index_in_threadgroup) * R, v0 = group_v0 + own_v0;
-  const int first = span[0], chunks = span[1], T = span[2];
   const int span_tokens = min(chunks * C, T - first * C);
-  const long bh = long(row) * HV + head;
+  const long bh = long(row) * value_heads + head;
   const long token0 = long(row) * T + long(first) * C;
 
   Source source;
-  source.q = q + (token0 * HK + key_head) * DK;
-  source.k = k + (token0 * HK + key_head) * DK;
-  source.v = v + (token0 * HV + head) * DV + group_v0;
+  source.q = q + (token0 * key_heads + key_head) * DK;
+  source.k = k + (token0 * key_heads + key_head) * DK;
+  source.v = v + (token0 * value_heads + head) * DV + group_v0;
   source.M = M + bh * chunks * (PARTS * C * C);
   source.P = P + bh * chunks * (PARTS * C * C);
   source.scales = scales + bh * chunks * (3 * C);
   source.tokens = span_tokens;
-  device Activation* y_row = y + (long(row) * span_tokens * HV + head) * DV + v0;
+  source.key_row = key_heads * DK;
+  source.value_row = value_heads * DV;
+  device Activation* y_row = y + (long(row) * span_tokens * value_heads + head) * DV + v0;
   device Factor* starts_row = starts + bh * chunks * (PARTS * DV * DK);
 
   const auto initial = rows_of(state + bh * (DV * DK), DK, DV);
@@ -51,8 +53,8 @@
     multiply_t(readout, delta, o.P, lane);
     UNROLL
     for (int i = 0; i < C / 8; i++) {
-      device Activation* to = y_row + long(chunk) * C * (HV * DV);
-      store_t<Activation>(to, HV * DV, 0, 8 * i, span_tokens - chunk * C, readout[i], lane);
+      device Activation* to = y_row + long(chunk) * C * (value_heads * DV);
+      store_t<Activation>(to, value_heads * DV, 0, 8 * i, span_tokens - chunk * C, readout[i], lane);
     }
 
     UNROLL

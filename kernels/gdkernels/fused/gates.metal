@@ -3,10 +3,10 @@
   threadgroup float arena[ARENA];
   const int i = thread_index_in_threadgroup;
   const int chunk = threadgroup_position_in_grid.x;
-  const int head = threadgroup_position_in_grid.y % HV, row = threadgroup_position_in_grid.y / HV;
-  const int first = span[0], chunks = span[1], T = span[2];
+  const int first = span[0], chunks = span[1], T = span[2], value_heads = span[5];
+  const int head = threadgroup_position_in_grid.y % value_heads, row = threadgroup_position_in_grid.y / value_heads;
   const int span_tokens = min(chunks * C, T - first * C);
-  const long cell = (long(row) * HV + head) * chunks + chunk;
+  const long cell = (long(row) * value_heads + head) * chunks + chunk;
   threadgroup float* u = arena;
   threadgroup float* e = arena + C;
 
@@ -27,7 +27,7 @@
   for (int block = 0; block < BLOCKS * SUMS; block++) sum += state_sums[cell * (BLOCKS * SUMS) + block];
   for (int j = 0; j < C; j++) sum += j < i ? e[j] : u[j];
   if (i < C && chunk * C + i < span_tokens) {
-    const long to = (long(row) * span_tokens + chunk * C + i) * HV + head;
+    const long to = (long(row) * span_tokens + chunk * C + i) * value_heads + head;
     d_log_decay[to] = sum;
     d_beta[to] = d_beta_pairs[cell * C + i] - through_gamma;
   }

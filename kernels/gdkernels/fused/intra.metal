@@ -6,9 +6,10 @@
   const int thread_id = thread_index_in_threadgroup;
   const int group = simdgroup_index_in_threadgroup;
   const int chunk = threadgroup_position_in_grid.x;
-  const int first_head = int(threadgroup_position_in_grid.y) * HEADS, head = first_head / (HV / HK);
+  const int first = span[0], chunks = span[1], T = span[2], key_heads = span[4], value_heads = span[5];
+  const int first_head = int(threadgroup_position_in_grid.y) * HEADS, head = first_head / (value_heads / key_heads);
   const int row = threadgroup_position_in_grid.z;
-  const int first = span[0], chunks = span[1], T = span[2];
+  const int key_row = key_heads * DK;
   const int token = (first + chunk) * C;
   const int valid = min(C, T - token);
   const int r0 = group * R;
@@ -18,9 +19,9 @@
   threadgroup float* temporary = arena + AT_TEMPORARY;
   const auto inverse = staged(A, A_LD);
 
-  const long key = ((long(row) * T + token) * HK + head) * DK;
-  const NearActivations qs = bring_activations<C, DK>(arena + AT_Q, Q_LD, q + key, HK * DK, valid, thread_id);
-  const NearActivations ks = bring_activations<C, DK>(arena + AT_K, K_LD, k + key, HK * DK, valid, thread_id);
+  const long key = ((long(row) * T + token) * key_heads + head) * DK;
+  const NearActivations qs = bring_activations<C, DK>(arena + AT_Q, Q_LD, q + key, key_row, valid, thread_id);
+  const NearActivations ks = bring_activations<C, DK>(arena + AT_K, K_LD, k + key, key_row, valid, thread_id);
   stage_commit();
   arrived(false);
   Tile qk[C / 8], kk[C / 8];
@@ -41,8 +42,8 @@
     }
   }
 #if PAIRS
-  if (first_head % (HV / HK) == 0) {
-    const long pair = ((long(row) * HK + head) * chunks + chunk) * (C * C);
+  if (first_head % (value_heads / key_heads) == 0) {
+    const long pair = ((long(row) * key_heads + head) * chunks + chunk) * (C * C);
     UNROLL
     for (int j = 0; j < C / 8; j++) {
       store<float>(QK + pair, C, r0, 8 * j, C, qk[j], lane);
@@ -52,11 +53,11 @@
 #endif
 
   for (int value_head = first_head; value_head < first_head + HEADS; value_head++) {
-    const long gate = (long(row) * T + token) * HV + value_head;
-    const long cell = (long(row) * HV + value_head) * chunks + chunk;
-    load_decays(decays, log_decay + gate, HV, valid, thread_id);
+    const long gate = (long(row) * T + token) * value_heads + value_head;
+    const long cell = (long(row) * value_heads + value_head) * chunks + chunk;
+    load_decays(decays, log_decay + gate, value_heads, valid, thread_id);
     for (int i = thread_id; i < C; i += 32 * GROUPS) {
-      const float b = i < valid ? beta[gate + i * HV] : 0.0f;
+      const float b = i < valid ? beta[gate + i * value_heads] : 0.0f;
       scales[cell * 3 * C + i] = decay_from_start(decays, i);
       scales[cell * 3 * C + C + i] = decay_to_end(decays, i);
       scales[cell * 3 * C + 2 * C + i] = b;
@@ -65,7 +66,7 @@
     UNROLL
     for (int i = 0; i < R / 8; i++) {
       const int r = r0 + 8 * i + lane.row;
-      betas[i] = r < valid ? beta[gate + r * HV] : 0.0f;
+      betas[i] = r < valid ? beta[gate + r * value_heads] : 0.0f;
       between[i] = 0.0f;
     }
     UNROLL

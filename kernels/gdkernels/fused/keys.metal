@@ -11,24 +11,26 @@
   const int group = simdgroup_index_in_threadgroup, r0 = group * R;
   const int chunk = threadgroup_position_in_grid.x;
   const int block = threadgroup_position_in_grid.y, d0 = block * BLOCK;
-  const int head = threadgroup_position_in_grid.z % HK, row = threadgroup_position_in_grid.z / HK;
   const int first = span[0], chunks = span[1], T = span[2], all_chunks = span[3];
+  const int key_heads = span[4], value_heads = span[5];
+  const int head = threadgroup_position_in_grid.z % key_heads, row = threadgroup_position_in_grid.z / key_heads;
+  const int key_row = key_heads * DK, value_row = value_heads * DV;
   const int token = (first + chunk) * C;
   const int valid = min(C, T - token);
   const int span_tokens = min(chunks * C, T - first * C);
 
-  const Rows<const device Activation*> qs = rows_of(q + ((long(row) * T + token) * HK + head) * DK, HK * DK, valid);
-  const Rows<const device Activation*> ks = rows_of(k + ((long(row) * T + token) * HK + head) * DK, HK * DK, valid);
+  const Rows<const device Activation*> qs = rows_of(q + ((long(row) * T + token) * key_heads + head) * DK, key_row, valid);
+  const Rows<const device Activation*> ks = rows_of(k + ((long(row) * T + token) * key_heads + head) * DK, key_row, valid);
   Tile dq_tile[BLOCK / 8], dk_tile[BLOCK / 8];
   UNROLL
   for (int n = 0; n < BLOCK / 8; n++) dq_tile[n] = zero_tile(), dk_tile[n] = zero_tile();
 
-  for (int g = 0; g < HV / HK; g++) {
-    const int value_head = head * (HV / HK) + g;
-    const long bh = long(row) * HV + value_head;
+  for (int g = 0; g < value_heads / key_heads; g++) {
+    const int value_head = head * (value_heads / key_heads) + g;
+    const long bh = long(row) * value_heads + value_head;
     const long cell = bh * chunks + chunk;
     const Rows<const device Activation*> dys =
-        rows_of(dy + ((long(row) * T + token) * HV + value_head) * DV, HV * DV, valid);
+        rows_of(dy + ((long(row) * T + token) * value_heads + value_head) * DV, value_row, valid);
     const Planes<const device Factor*, PARTS> xs = planes<PARTS>(x + cell * (PARTS * C * DV), DV, C * DV);
     const Planes<const device Factor*, PARTS> deltas = planes<PARTS>(delta + cell * (PARTS * C * DV), DV, C * DV);
     const device Factor* start = starts + (bh * all_chunks + first + chunk) * (PARTS * DV * DK) + 8 * d0;
@@ -97,15 +99,15 @@
     if (lane.id == 0) state_sums[(cell * (DK / BLOCK) + block) * GROUPS + group] = scale_of[C - 1] * S_dS;
   }
 
-  const long pair = ((long(row) * HK + head) * chunks + chunk) * (4 * PARTS * C * C);
+  const long pair = ((long(row) * key_heads + head) * chunks + chunk) * (4 * PARTS * C * C);
   const auto qk_down = planes<PARTS>(d_pairs + pair, C, C * C);
   const auto qk_up = planes<PARTS>(d_pairs + pair + PARTS * C * C, C, C * C);
   const auto kk_down = planes<PARTS>(d_pairs + pair + 2 * PARTS * C * C, C, C * C);
   const auto kk_up = planes<PARTS>(d_pairs + pair + 3 * PARTS * C * C, C, C * C);
   released();
-  const NearActivations near_ks = bring_activations<C, BLOCK>(arena + AT_K, K_LD, ks.p + d0, HK * DK, valid, thread_id);
+  const NearActivations near_ks = bring_activations<C, BLOCK>(arena + AT_K, K_LD, ks.p + d0, key_row, valid, thread_id);
   const NearActivations near_qs =
-      bring_activations<C, BLOCK>(arena + AT_Q, Q_LD, qs.p + d0, HK * DK, valid, thread_id);
+      bring_activations<C, BLOCK>(arena + AT_Q, Q_LD, qs.p + d0, key_row, valid, thread_id);
   stage_commit();
   arrived(false);
   for (int j = 0; j < C; j += 16) {
@@ -123,9 +125,9 @@
       }
     }
   }
-  const long out = ((long(row) * span_tokens + chunk * C) * HK + head) * DK + d0;
+  const long out = ((long(row) * span_tokens + chunk * C) * key_heads + head) * DK + d0;
   UNROLL
   for (int n = 0; n < BLOCK / 8; n++) {
-    store<Activation>(dq + out, HK * DK, r0, 8 * n, valid, dq_tile[n], lane);
-    store<Activation>(dk + out, HK * DK, r0, 8 * n, valid, dk_tile[n], lane);
+    store<Activation>(dq + out, key_row, r0, 8 * n, valid, dq_tile[n], lane);
+    store<Activation>(dk + out, key_row, r0, 8 * n, valid, dk_tile[n], lane);
   }

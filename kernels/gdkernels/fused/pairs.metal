@@ -9,7 +9,8 @@
   const int r0 = int(simdgroup_index_in_threadgroup) * R;
   const int chunk = threadgroup_position_in_grid.x, head = threadgroup_position_in_grid.y;
   const int row = threadgroup_position_in_grid.z;
-  const int first = span[0], chunks = span[1], T = span[2];
+  const int first = span[0], chunks = span[1], T = span[2], key_heads = span[4], value_heads = span[5];
+  const int value_row = value_heads * DV;
   const int token = (first + chunk) * C;
   const int valid = min(C, T - token);
   const int span_tokens = min(chunks * C, T - first * C);
@@ -17,20 +18,20 @@
   Decays<threadgroup float*> decays = decays_at(arena + AT_DECAYS);
   threadgroup float* spanned = arena + AT_SPANNED;
 
-  const long pair = ((long(row) * HK + head) * chunks + chunk) * (C * C);
+  const long pair = ((long(row) * key_heads + head) * chunks + chunk) * (C * C);
   const auto qks = rows_of(QK + pair, C, C), kks = rows_of(KK + pair, C, C);
   Tile through_P[C / 8], through_A[C / 8];
   UNROLL
   for (int j = 0; j < C / 8; j++) through_P[j] = zero_tile(), through_A[j] = zero_tile();
 
-  for (int g = 0; g < HV / HK; g++) {
-    const int value_head = head * (HV / HK) + g;
-    const long gate = (long(row) * T + token) * HV + value_head;
-    const long cell = (long(row) * HV + value_head) * chunks + chunk;
-    load_decays(decays, log_decay + gate, HV, valid, thread_id);
+  for (int g = 0; g < value_heads / key_heads; g++) {
+    const int value_head = head * (value_heads / key_heads) + g;
+    const long gate = (long(row) * T + token) * value_heads + value_head;
+    const long cell = (long(row) * value_heads + value_head) * chunks + chunk;
+    load_decays(decays, log_decay + gate, value_heads, valid, thread_id);
 
-    const Rows<const device Activation*> dys = rows_of(dy + gate * DV, HV * DV, valid);
-    const Rows<const device Activation*> values = rows_of(v + gate * DV, HV * DV, valid);
+    const Rows<const device Activation*> dys = rows_of(dy + gate * DV, value_row, valid);
+    const Rows<const device Activation*> values = rows_of(v + gate * DV, value_row, valid);
     const Planes<const device Factor*, PARTS> xs = planes<PARTS>(x + cell * (PARTS * C * DV), DV, C * DV);
     const NearFactors deltas =
         bring_factors<C, DV>(arena + AT_DELTA, delta + cell * (PARTS * C * DV), DV, C * DV, thread_id);
@@ -38,13 +39,13 @@
     auto next_dy = left_activations(dys, r0, 0, lane), next_v = left_activations(values, r0, 0, lane);
     auto next_x = left(xs, r0, 0, lane);
     arrived(false);
-    device Activation* dv_rows = dv + ((long(row) * span_tokens + chunk * C) * HV + value_head) * DV;
+    device Activation* dv_rows = dv + ((long(row) * span_tokens + chunk * C) * value_heads + value_head) * DV;
 
     float betas[R / 8], between[R / 8], d_beta[R / 8];
     UNROLL
     for (int i = 0; i < R / 8; i++) {
       const int r = r0 + 8 * i + lane.row;
-      betas[i] = r < valid ? beta[gate + r * HV] : 0.0f;
+      betas[i] = r < valid ? beta[gate + r * value_heads] : 0.0f;
       between[i] = d_beta[i] = 0.0f;
     }
     Tile dP[C / 8], dA[C / 8];
@@ -82,7 +83,7 @@
             x_tile[2 * i + c] *= betas[i];
           }
         }
-        store<Activation>(dv_rows, HV * DV, r0, d + 8 * h, valid, x_tile, lane);
+        store<Activation>(dv_rows, value_row, r0, d + 8 * h, valid, x_tile, lane);
       }
     }
 

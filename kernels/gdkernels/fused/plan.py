@@ -216,8 +216,6 @@ class Plan:
         split = self.machine == "cuda"
         common = {
             "C": self.C,
-            "HK": self.Hk,
-            "HV": self.Hv,
             "DK": self.Dk,
             "DV": self.Dv,
             "Activation": self.dtype,

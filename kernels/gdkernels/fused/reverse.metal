@@ -3,22 +3,24 @@
   threadgroup float arena[ARENA];
   const Lane lane = make_lane(thread_index_in_simdgroup);
   const int thread_id = thread_index_in_threadgroup;
-  const int head = threadgroup_position_in_grid.y % HV, row = threadgroup_position_in_grid.y / HV;
-  const int key_head = head / (HV / HK);
+  const int first = span[0], chunks = span[1], T = span[2], key_heads = span[4], value_heads = span[5];
+  const int head = threadgroup_position_in_grid.y % value_heads, row = threadgroup_position_in_grid.y / value_heads;
+  const int key_head = head / (value_heads / key_heads);
   const int group_v0 = threadgroup_position_in_grid.x * (GROUPS * R);
   const int own_v0 = int(simdgroup_index_in_threadgroup) * R, v0 = group_v0 + own_v0;
-  const int first = span[0], chunks = span[1], T = span[2];
-  const long bh = long(row) * HV + head;
+  const long bh = long(row) * value_heads + head;
   const long token0 = long(row) * T + long(first) * C;
 
   Source source;
-  source.q = q + (token0 * HK + key_head) * DK;
-  source.k = k + (token0 * HK + key_head) * DK;
-  source.v = dy + (token0 * HV + head) * DV + group_v0;
+  source.q = q + (token0 * key_heads + key_head) * DK;
+  source.k = k + (token0 * key_heads + key_head) * DK;
+  source.v = dy + (token0 * value_heads + head) * DV + group_v0;
   source.M = M + bh * chunks * (PARTS * C * C);
   source.P = P + bh * chunks * (PARTS * C * C);
   source.scales = scales + bh * chunks * (3 * C);
   source.tokens = T - first * C;
+  source.key_row = key_heads * DK;
+  source.value_row = value_heads * DV;
 
   const auto last = rows_of(d_final + bh * (DV * DK), DK, DV);
   Tile dS[DK / 8], d_y[C / 8], sum[C / 8];

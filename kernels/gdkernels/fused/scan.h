@@ -3,23 +3,25 @@
 
 // One head of one batch row, from the first chunk on.
 struct Source {
-  const device Activation *q, *k;  // rows of HK * DK
-  const device Activation* v;      // or dY: rows of HV * DV, from the threadgroup's first value row on
+  const device Activation *q, *k;  // rows of key_row elements
+  const device Activation* v;      // or dY: rows of value_row, from the threadgroup's first value row on
   const device Factor *M, *P;      // PARTS * C * C a chunk
   const device float* scales;      // a chunk: Gamma, E and beta, C floats each
-  int tokens;
+  int tokens, key_row, value_row;
 };
 
 METAL_FUNC Source from_chunk(const thread Source& s, int chunk) {
   const long token = long(chunk) * C;
   return Source{
-      s.q + token * (HK * DK),
-      s.k + token * (HK * DK),
-      s.v + token * (HV * DV),
+      s.q + token * s.key_row,
+      s.k + token * s.key_row,
+      s.v + token * s.value_row,
       s.M + token * (PARTS * C),
       s.P + token * (PARTS * C),
       s.scales + token * 3,
-      s.tokens - chunk * C};
+      s.tokens - chunk * C,
+      s.key_row,
+      s.value_row};
 }
 
 struct Operands {
@@ -35,11 +37,11 @@ struct Operands {
 // Call by all threads; nothing happens where operands are not staged.
 METAL_FUNC void fetch(threadgroup float* place, const thread Source& source, int chunk, int thread_id) {
   const Source s = from_chunk(source, chunk);
-  fetch_activations<C, DK>(place + AT_K, K_LD, s.k, HK * DK, s.tokens, thread_id);
-  fetch_activations<C, GROUPS * R>(place + AT_V, V_LD, s.v, HV * DV, s.tokens, thread_id);
+  fetch_activations<C, DK>(place + AT_K, K_LD, s.k, s.key_row, s.tokens, thread_id);
+  fetch_activations<C, GROUPS * R>(place + AT_V, V_LD, s.v, s.value_row, s.tokens, thread_id);
   fetch_factors<C, C>(place + AT_M, s.M, C, C * C, thread_id);
 #if WITH_QUERIES
-  fetch_activations<C, DK>(place + AT_Q, Q_LD, s.q, HK * DK, s.tokens, thread_id);
+  fetch_activations<C, DK>(place + AT_Q, Q_LD, s.q, s.key_row, s.tokens, thread_id);
   fetch_factors<C, C>(place + AT_P, s.P, C, C * C, thread_id);
 #endif
 #if STAGED
@@ -51,8 +53,8 @@ METAL_FUNC void fetch(threadgroup float* place, const thread Source& source, int
 METAL_FUNC Operands operands(threadgroup float* place, const thread Source& source, int chunk) {
   const Source s = from_chunk(source, chunk);
   return Operands{
-      near_activations(place + AT_K, K_LD, s.k, HK * DK, s.tokens),
-      near_activations(place + AT_V, V_LD, s.v, HV * DV, s.tokens),
+      near_activations(place + AT_K, K_LD, s.k, s.key_row, s.tokens),
+      near_activations(place + AT_V, V_LD, s.v, s.value_row, s.tokens),
       near_factors<C, C>(place + AT_M, s.M, C, C * C),
 #if STAGED
       place + AT_SCALES,
@@ -60,7 +62,7 @@ METAL_FUNC Operands operands(threadgroup float* place, const thread Source& sour
       s.scales,
 #endif
 #if WITH_QUERIES
-      near_activations(place + AT_Q, Q_LD, s.q, HK * DK, s.tokens),
+      near_activations(place + AT_Q, Q_LD, s.q, s.key_row, s.tokens),
       near_factors<C, C>(place + AT_P, s.P, C, C * C),
 #endif
   };

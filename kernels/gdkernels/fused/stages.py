@@ -47,9 +47,9 @@ class Span(NamedTuple):
     chunks: int
     T: int
 
-    def array(self, C: int) -> mx.array:
-        """What the kernels are told of it: first, chunks, T and the chunks of the whole row."""
-        return _integers(self.first, self.chunks, self.T, -(-self.T // C))
+    def array(self, plan: Plan) -> mx.array:
+        """What the kernels are told: first, chunks, T, the chunks of the whole row, and the numbers of heads."""
+        return _integers(self.first, self.chunks, self.T, -(-self.T // plan.C), plan.Hk, plan.Hv)
 
     def tokens(self, C: int) -> int:
         return min(self.T - self.first * C, self.chunks * C)
@@ -88,7 +88,7 @@ def _intra(
     if pairs:
         outputs += [_floats(plan.B, plan.Hk, span.chunks, C, C)] * 2
     return (_INTRA_PAIRS if pairs else _INTRA)(
-        [q, k, log_decay, beta, span.array(C)],
+        [q, k, log_decay, beta, span.array(plan)],
         outputs,
         groups=(span.chunks, plan.Hv // plan.intra.constants["HEADS"], plan.B),
         **_launch(plan.intra, PAIRS=pairs),
@@ -100,7 +100,7 @@ def forward(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """y (B, tokens, Hv, Dv), the states at the start of every chunk, and the state after the span."""
     y, starts, final = _FORWARD(
-        [q, k, v, within.M, within.P, within.scales, state, span.array(plan.C)],
+        [q, k, v, within.M, within.P, within.scales, state, span.array(plan)],
         [
             ((plan.B, span.tokens(plan.C), plan.Hv, plan.Dv), v.dtype),
             _factors(plan, plan.Hv, span, plan.Dv, plan.Dk),
@@ -115,7 +115,7 @@ def forward(
 def delta(plan: Plan, k: mx.array, v: mx.array, within: Intra, starts: mx.array, span: Span) -> mx.array:
     """The rank-one updates of every chunk."""
     return _DELTA(
-        [k, v, within.M, within.scales, starts, span.array(plan.C)],
+        [k, v, within.M, within.scales, starts, span.array(plan)],
         [_factors(plan, plan.Hv, span, plan.C, plan.Dv)],
         groups=(_strips(plan, plan.delta), span.chunks, plan.B * plan.Hv),
         **_launch(plan.delta),
@@ -127,7 +127,7 @@ def reverse(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """x, the gradients of the states at the ends of the chunks, and of the state before the span."""
     x, d_ends, d_state = _REVERSE(
-        [q, k, dy, within.M, within.P, within.scales, d_final, span.array(plan.C)],
+        [q, k, dy, within.M, within.P, within.scales, d_final, span.array(plan)],
         [
             _factors(plan, plan.Hv, span, plan.C, plan.Dv),
             _factors(plan, plan.Hv, span, plan.Dv, plan.Dk),
@@ -166,7 +166,7 @@ def pairs(
     d_pairs = ((plan.B, plan.Hk, span.chunks, 4, plan.parts, C, C), plan.factor)
     return Pairs(
         *_PAIRS(
-            [v, dy, log_decay, beta, QK, KK, delta, x, span.array(C)],
+            [v, dy, log_decay, beta, QK, KK, delta, x, span.array(plan)],
             [((plan.B, span.tokens(C), plan.Hv, plan.Dv), v.dtype), gates, gates, d_pairs],
             groups=(span.chunks, plan.Hk, plan.B),
             **_launch(plan.pairs),
@@ -204,7 +204,7 @@ def keys(
     sums = (plan.B, plan.Hv, span.chunks, blocks)
     return Keys(
         *_KEYS(
-            [q, k, dy, scales, delta, x, starts, d_ends, d_pairs, span.array(C)],
+            [q, k, dy, scales, delta, x, starts, d_ends, d_pairs, span.array(plan)],
             [by_key, by_key, _floats(*sums, 3, C), _floats(*sums, plan.keys.groups)],
             groups=(span.chunks, blocks, plan.B * plan.Hk),
             **_launch(plan.keys),
@@ -216,7 +216,7 @@ def gates(plan: Plan, pairs: Pairs, keys: Keys, span: Span) -> tuple[mx.array, m
     """Gradients of log_decay and beta (B, tokens, Hv)."""
     output = _floats(plan.B, span.tokens(plan.C), plan.Hv)
     d_log_decay, d_beta = _GATES(
-        [pairs.d_beta, pairs.d_decay, keys.row_sums, keys.state_sums, span.array(plan.C)],
+        [pairs.d_beta, pairs.d_decay, keys.row_sums, keys.state_sums, span.array(plan)],
         [output, output],
         groups=(span.chunks, plan.B * plan.Hv, 1),
         **_launch(plan.gates),

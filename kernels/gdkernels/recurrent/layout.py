@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from gdkernels.portable.program import SIMD_WIDTH
+from gdkernels.sizes import Sizes
 
 MAX_KEY_DIM = 256
 
@@ -84,6 +85,6 @@ def spans(T: int, C: int, bytes_per_token: int, multiply_adds_per_token: int) ->
         yield first, min(T, first + tokens)
 
 
-def span_array(T: int, B: int, C: int, first: int, last: int) -> mx.array:
+def span_array(sizes: Sizes, first: int, last: int) -> mx.array:
     """The run-time values of both kernels."""
-    return mx.array([T, B, C, first, last], mx.int32)
+    return mx.array([sizes.T, sizes.B, sizes.C, first, last, sizes.Hk, sizes.Hv], mx.int32)

@@ -1,14 +1,15 @@
   // Tokens [first, last) of one value head from last to first. A SIMD group carries LANE_ROWS rows of the state and of
   // its gradient in registers; a threadgroup, one of BLOCKS, adds what its rows give to dq, dk and the gates.
-  // span: T, B, C (chunk_tokens), first, last. first is the start of a chunk. `starts` holds the chunks of all tokens.
+  // span: T, B, C (chunk_tokens), first, last, Hk, Hv. first is the start of a chunk. `starts` holds the chunks of all tokens.
   //
   // A chunk is replayed twice. First token by token, to keep the state before every STEPS tokens in `saved`, where each
   // thread finds again what it wrote itself, and what each row of v was off by in `errors`, so that the second replay
   // reads no state. It takes STEPS tokens at a time, the decayed state of each in registers, ready for the way back.
   constexpr int WIDTH = KEY_DIM / 32, THREADS = 32 * SIMD_GROUPS;
-  constexpr int KEY_STEP = KEY_HEADS * KEY_DIM, VALUE_STEP = VALUE_HEADS * VALUE_DIM;
-  constexpr int KEY_SUMS = 2 * KEY_DIM, KEY_SUMS_STEP = VALUE_HEADS * BLOCKS * KEY_SUMS;
-  constexpr int GATE_SUMS = 2 * STEPS, GATE_SUMS_STEP = VALUE_HEADS * BLOCKS * 2;
+  const int key_heads = span[5], value_heads = span[6];
+  const int key_step = key_heads * KEY_DIM, value_step = value_heads * VALUE_DIM;
+  constexpr int KEY_SUMS = 2 * KEY_DIM, GATE_SUMS = 2 * STEPS;
+  const int key_sums_step = value_heads * BLOCKS * KEY_SUMS, gate_sums_step = value_heads * BLOCKS * 2;
   constexpr int SAVED = LANE_ROWS * WIDTH * THREADS;
   threadgroup float arena[ARENA];
   // Two tokens' dq and dk of every SIMD group, so that one barrier a token is enough; then the gates of STEPS tokens.
@@ -23,17 +24,17 @@
   const int tokens = span[0], batches = span[1], chunk_tokens = span[2], first = span[3], length = span[4] - span[3];
 
   const size_t token = size_t(batch) * tokens + first, out_token = size_t(batch) * length;
-  const size_t key = (token * KEY_HEADS + head / (VALUE_HEADS / KEY_HEADS)) * KEY_DIM + lane;
+  const size_t key = (token * key_heads + head / (value_heads / key_heads)) * KEY_DIM + lane;
   const auto q_at = q + key;
   const auto k_at = k + key;
-  const auto v_at = v + (token * VALUE_HEADS + head) * VALUE_DIM + row;
-  const auto dy_at = dy + (token * VALUE_HEADS + head) * VALUE_DIM + row;
-  const auto log_decay_at = log_decay + token * VALUE_HEADS + head;
-  const auto beta_at = beta + token * VALUE_HEADS + head;
-  const auto dv_at = dv + (out_token * VALUE_HEADS + head) * VALUE_DIM + row;
-  const auto key_sums_at = key_sums + ((out_token * VALUE_HEADS + head) * BLOCKS + block) * KEY_SUMS;
-  const auto gate_sums_at = gate_sums + ((out_token * VALUE_HEADS + head) * BLOCKS + block) * 2;
-  const size_t owner = size_t(batch) * VALUE_HEADS + head;
+  const auto v_at = v + (token * value_heads + head) * VALUE_DIM + row;
+  const auto dy_at = dy + (token * value_heads + head) * VALUE_DIM + row;
+  const auto log_decay_at = log_decay + token * value_heads + head;
+  const auto beta_at = beta + token * value_heads + head;
+  const auto dv_at = dv + (out_token * value_heads + head) * VALUE_DIM + row;
+  const auto key_sums_at = key_sums + ((out_token * value_heads + head) * BLOCKS + block) * KEY_SUMS;
+  const auto gate_sums_at = gate_sums + ((out_token * value_heads + head) * BLOCKS + block) * 2;
+  const size_t owner = size_t(batch) * value_heads + head;
   const size_t state_at = (owner * VALUE_DIM + row) * KEY_DIM + lane;
   const auto saved_at = saved + (owner * BLOCKS + block) * ((chunk_tokens + STEPS - 1) / STEPS) * SAVED + thread_id;
   const auto errors_at = errors + owner * chunk_tokens * VALUE_DIM + row;
@@ -42,15 +43,15 @@
   load_state(dS, d_state + state_at, KEY_DIM, rows);
   for (int chunk = (length - 1) / chunk_tokens; chunk >= 0; chunk--) {
     const int begin = chunk * chunk_tokens, end = min(begin + chunk_tokens, length);
-    const size_t start = size_t(first / chunk_tokens + chunk) * batches * VALUE_HEADS * VALUE_DIM * KEY_DIM;
+    const size_t start = size_t(first / chunk_tokens + chunk) * batches * value_heads * VALUE_DIM * KEY_DIM;
     load_state(S, starts + start + state_at, KEY_DIM, rows);
 
     simdgroup_barrier(mem_flags::mem_device);  // the errors of the chunk after this one have been read
     // First replay: the inputs of the next token are on their way while this one is computed.
     float k_next[WIDTH], v_next[LANE_ROWS];
-    load_columns(k_next, k_at + begin * KEY_STEP);
-    load_rows(v_next, v_at + begin * VALUE_STEP, rows);
-    float log_decay_next = log_decay_at[begin * VALUE_HEADS], beta_next = beta_at[begin * VALUE_HEADS];
+    load_columns(k_next, k_at + begin * key_step);
+    load_rows(v_next, v_at + begin * value_step, rows);
+    float log_decay_next = log_decay_at[begin * value_heads], beta_next = beta_at[begin * value_heads];
     for (int t = begin; t < end; t++) {
       if ((t - begin) % STEPS == 0) {
         const int stretch = (t - begin) / STEPS;
@@ -67,10 +68,10 @@
       for (int r = 0; r < LANE_ROWS; r++) v_t[r] = v_next[r];
       const float g = decay_exp(log_decay_next), beta_t = beta_next;
       const int next = min(t + 1, end - 1);
-      load_columns(k_next, k_at + next * KEY_STEP);
-      load_rows(v_next, v_at + next * VALUE_STEP, rows);
-      log_decay_next = log_decay_at[next * VALUE_HEADS];
-      beta_next = beta_at[next * VALUE_HEADS];
+      load_columns(k_next, k_at + next * key_step);
+      load_rows(v_next, v_at + next * value_step, rows);
+      log_decay_next = log_decay_at[next * value_heads];
+      beta_next = beta_at[next * value_heads];
       UNROLL
       for (int r = 0; r < LANE_ROWS; r++) {
         read[r] = 0.0f;
@@ -103,10 +104,10 @@
       for (int step = 0; step < STEPS; step++) {
         const int t = begin + stretch * STEPS + step, held = min(t, end - 1);
         float k_t[WIDTH], error[LANE_ROWS];
-        load_columns(k_t, k_at + held * KEY_STEP);
+        load_columns(k_t, k_at + held * key_step);
         load_rows(error, errors_at + (held - begin) * VALUE_DIM, rows);
-        g[step] = t < end ? decay_exp(log_decay_at[held * VALUE_HEADS]) : 1.0f;
-        const float beta_t = t < end ? beta_at[held * VALUE_HEADS] : 0.0f;
+        g[step] = t < end ? decay_exp(log_decay_at[held * value_heads]) : 1.0f;
+        const float beta_t = t < end ? beta_at[held * value_heads] : 0.0f;
         UNROLL
         for (int r = 0; r < LANE_ROWS; r++) {
           const float delta = beta_t * error[r];
@@ -125,11 +126,11 @@
         const int t = begin + stretch * STEPS + step, held = min(t, end - 1);
         // Loaded again: beside the decayed states there is no room to keep them.
         float k_t[WIDTH], q_t[WIDTH], dy_t[LANE_ROWS], error[LANE_ROWS], d_delta[LANE_ROWS];
-        load_columns(k_t, k_at + held * KEY_STEP);
-        load_columns(q_t, q_at + held * KEY_STEP);
-        load_rows(dy_t, dy_at + held * VALUE_STEP, t < end ? rows : 0);
+        load_columns(k_t, k_at + held * key_step);
+        load_columns(q_t, q_at + held * key_step);
+        load_rows(dy_t, dy_at + held * value_step, t < end ? rows : 0);
         load_rows(error, errors_at + (held - begin) * VALUE_DIM, rows);
-        const float beta_t = t < end ? beta_at[held * VALUE_HEADS] : 0.0f;
+        const float beta_t = t < end ? beta_at[held * value_heads] : 0.0f;
         float along_k = 0.0f;
         UNROLL
         for (int r = 0; r < LANE_ROWS; r++) {
@@ -158,7 +159,7 @@
         UNROLL
         for (int r = 0; r < LANE_ROWS; r++) {
           const float delta = beta_t * error[r], d_error = beta_t * d_delta[r];
-          if (lane == r && r < rows && t < end) dv_at[t * VALUE_STEP + r] = ELEMENT(d_error);
+          if (lane == r && r < rows && t < end) dv_at[t * value_step + r] = ELEMENT(d_error);
           d_beta += d_delta[r] * error[r];
           UNROLL
           for (int i = 0; i < WIDTH; i++) {
@@ -177,7 +178,7 @@
           float sum = 0.0f;
           UNROLL
           for (int s = 0; s < SIMD_GROUPS; s++) sum += key_arena[(step % 2 * SIMD_GROUPS + s) * KEY_SUMS + e];
-          if (t < end) key_sums_at[t * KEY_SUMS_STEP + e] = sum;
+          if (t < end) key_sums_at[t * key_sums_step + e] = sum;
         }
       }
 
@@ -192,7 +193,7 @@
         float sum = 0.0f;
         UNROLL
         for (int s = 0; s < SIMD_GROUPS; s++) sum += gate_arena[s * GATE_SUMS + thread_id];
-        if (t < end) gate_sums_at[t * GATE_SUMS_STEP + thread_id % 2] = sum;
+        if (t < end) gate_sums_at[t * gate_sums_step + thread_id % 2] = sum;
       }
     }
   }

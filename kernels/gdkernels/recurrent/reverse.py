@@ -7,6 +7,7 @@ import mlx.core as mx
 from gdkernels.custom import join_spans
 from gdkernels.portable.program import Program, read_text
 from gdkernels.recurrent.layout import STEPS, arena_floats, layout_of, span_array, spans
+from gdkernels.sizes import Sizes
 
 PROGRAM = Program(
     name="gated_delta_recurrent_reverse",
@@ -43,11 +44,11 @@ def _span_backward(
     q, v = tokens[0], tokens[2]
     B, T, Hk, Dk = q.shape
     Hv, Dv = v.shape[2:]
-    threads = layout_of(Dk)
+    sizes, threads = Sizes(B, T, Hk, Hv, Dk, Dv, q.dtype, C), layout_of(Dk)
     blocks, L = threads.blocks(Dv), span[1] - span[0]
     saved = (B * Hv * blocks * -(-C // STEPS), Dk // 32 * threads.lane_rows * threads.threads)
     key_sums, gate_sums, dv, d_start, _, _ = PROGRAM(
-        [*tokens, dy, starts, dS, span_array(T, B, C, *span)],
+        [*tokens, dy, starts, dS, span_array(sizes, *span)],
         [
             ((B, L, Hv, blocks, 2, Dk), mx.float32),
             ((B, L, Hv, blocks, 2), mx.float32),
@@ -59,8 +60,6 @@ def _span_backward(
         constants={
             "KEY_DIM": Dk,
             "VALUE_DIM": Dv,
-            "KEY_HEADS": Hk,
-            "VALUE_HEADS": Hv,
             "LANE_ROWS": threads.lane_rows,
             "SIMD_GROUPS": threads.simd_groups,
             "BLOCKS": blocks,

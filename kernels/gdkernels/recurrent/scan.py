@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from gdkernels.portable.program import Program, read_text
 from gdkernels.recurrent.layout import layout_of, span_array, spans
+from gdkernels.sizes import Sizes
 
 PROGRAM = Program(
     name="gated_delta_recurrent_scan",
@@ -22,12 +23,10 @@ def forward(primals: Sequence[mx.array], C: int) -> tuple[mx.array, mx.array, mx
     q, v = tokens[0], tokens[2]
     B, T, Hk, Dk = q.shape
     Hv, Dv = v.shape[2:]
-    threads = layout_of(Dk)
+    sizes, threads = Sizes(B, T, Hk, Hv, Dk, Dv, q.dtype, C), layout_of(Dk)
     constants: dict[str, int | mx.Dtype] = {
         "KEY_DIM": Dk,
         "VALUE_DIM": Dv,
-        "KEY_HEADS": Hk,
-        "VALUE_HEADS": Hv,
         "LANE_ROWS": threads.lane_rows,
         "SIMD_GROUPS": threads.simd_groups,
         "ELEMENT": q.dtype,
@@ -35,7 +34,7 @@ def forward(primals: Sequence[mx.array], C: int) -> tuple[mx.array, mx.array, mx
     ys, starts = [], []
     for first, last in spans(T, C, 0, 4 * B * Hv * Dv * Dk):
         y, S0, state = PROGRAM(
-            [*tokens, state, span_array(T, B, C, first, last)],
+            [*tokens, state, span_array(sizes, first, last)],
             [
                 ((B, last - first, Hv, Dv), q.dtype),
                 ((-(-(last - first) // C), B, Hv, Dv, Dk), mx.float32),
