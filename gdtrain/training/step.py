@@ -1,12 +1,11 @@
 """One training step: loss and gradients of a batch, gradients summed over an accumulation window, one update.
 
 Loss and gradients are one graph, evaluated at once. Metal allows 499,000 buffers, so their number is a limit of its
-own. With the GPU kernels the graph of 64 blocks with the heads of 27B has fewer than 240,000 operations at T = 4096,
-which bound the buffers. `chunked` makes 50 arrays for each chunk of a GDN layer while the graph is built: 170,000 for
-64 blocks, T = 4096 and chunks of 64, in proportion to T. The peak of the evaluation was at most 60 above what the graph
-holds when it begins, since an array is freed after its last use (allocations counted on a CPU, 4 to 16 blocks, T = 64
-to 1024, MLX 0.32.4, 2026-12-01); on a GPU, what is in flight comes on top. tests/training/test_memory.py holds the
-counts to that.
+own. With the heads of 27B, 64 blocks and T = 4096 about 16,000 arrays exist when the evaluation begins, with the GPU
+kernels and with `chunked`; its peak was at most 60 above that, since an array is freed after its last use (allocations
+counted on a CPU, 4 to 16 blocks, T = 64 to 1024, MLX 0.32.4, 2026-12-01); on a GPU, what is in flight comes on top. The
+graph's operations, which bound it whatever the order, are fewer than 240,000 with the GPU kernels.
+tests/training/test_step_memory.py holds the counts to that.
 """
 
 import math

@@ -16,7 +16,7 @@ Only these products run one chunk after another. The rest is done for a whole bl
 finished before the next begins, so that scratch is bounded whatever T is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -110,13 +110,14 @@ def _block_forward(block: Block, S: mx.array) -> tuple[mx.array, mx.array, mx.ar
     """y (wide), the state at the start of each chunk, and the state after the block."""
     decay, _, _, P, M = _intra(block)
     starts, deltas = [], []
-    for i in range(len(block.k)):
+    gamma, beta, to_end = (x[..., None] for x in (decay.from_start, block.beta, decay.to_end))
+    for k, v, M_i, gamma_i, beta_i, to_end_i, whole in _by_chunk(block.k, block.v, M, gamma, beta, to_end, decay.whole):
         starts.append(S)
-        error = block.v[i] - decay.from_start[i][..., None] * read(block.k[i], S)
-        deltas.append(M[i] @ heads(block.beta[i][..., None] * error))
-        S = _decayed(S, decay.whole[i]) + write(block.k[i], decay.to_end[i][..., None] * heads(deltas[-1]))
+        error = v - gamma_i * read(k, S)
+        deltas.append(M_i @ heads(beta_i * error))
+        S = _decayed(S, whole) + write(k, to_end_i * heads(deltas[-1]))
     S0 = mx.stack(starts)
-    y = heads(P @ mx.stack(deltas)) + decay.from_start[..., None] * read(block.q, S0)
+    y = heads(P @ mx.stack(deltas)) + gamma * read(block.q, S0)
     return y, S0, S
 
 
@@ -133,11 +134,12 @@ def _block_backward(block: Block, dy: mx.array, S0: mx.array, dS: mx.array) -> t
     beta_gamma = (beta * gamma)[..., None]
 
     ends, xs, k_ends = [], [], []
-    for i in reversed(range(len(k))):
+    chunks = list(_by_chunk(q, k, M.swapaxes(-1, -2), d_delta, gamma_dy, beta_gamma, to_end[..., None], decay.whole))
+    for q_i, k_i, M_t, d_delta_i, gamma_dy_i, beta_gamma_i, to_end_i, whole in reversed(chunks):
         ends.append(dS)
-        k_ends.append(read(k[i], dS))
-        xs.append(M[i].swapaxes(-1, -2) @ (d_delta[i] + heads(to_end[i][..., None] * k_ends[-1])))
-        dS = _decayed(dS, decay.whole[i]) + write(q[i], gamma_dy[i]) - write(k[i], beta_gamma[i] * heads(xs[-1]))
+        k_ends.append(read(k_i, dS))
+        xs.append(M_t @ (d_delta_i + heads(to_end_i * k_ends[-1])))
+        dS = _decayed(dS, whole) + write(q_i, gamma_dy_i) - write(k_i, beta_gamma_i * heads(xs[-1]))
     dS_C, k_dS_C, x = (mx.stack(parts[::-1]) for parts in (ends, k_ends, xs))
 
     dP_D = (heads(dy) @ delta.swapaxes(-1, -2)) * decay.between
@@ -161,6 +163,11 @@ def _block_backward(block: Block, dy: mx.array, S0: mx.array, dS: mx.array) -> t
         decay.whole * (S0 * dS_C).sum(axis=(-3, -1)),
     )
     return (dq, dk, beta[..., None] * x, d_log_decay, dbeta), dS
+
+
+def _by_chunk(*arrays: mx.array) -> Iterator[tuple[mx.array, ...]]:
+    """Their chunks, all n along the first axis. Views: an index would be an array of its own, and take a copy."""
+    return zip(*([x.squeeze(0) for x in mx.split(array, len(array))] for array in arrays), strict=True)
 
 
 def _decayed(S: mx.array, whole: mx.array) -> mx.array:
