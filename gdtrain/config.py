@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -23,13 +24,8 @@ from gdtrain.config_section import (
 )
 
 # Keys whose feature does not exist yet: any value but the default is refused, with this reason.
-_RENAME = "fields of a local file are not renamed yet; rename them in the data, or load it with hf_dataset"
 NOT_YET: dict[str, str] = {
     "report_to": "there is no client for tracking services; metrics.jsonl in adapter_path has every number",
-    "prompt_feature": _RENAME,
-    "completion_feature": _RENAME,
-    "chat_feature": _RENAME,
-    "text_feature": _RENAME,
 }
 
 # Arguments of the schedules in mlx.optimizers, in order; those after the first `required` may be left out.
@@ -148,6 +144,26 @@ class OptimizerConfig(Section):
     muon: MuonArguments = Field(default=MuonArguments(), description="Arguments of muon.")
 
 
+# Keys that name a column, with its usual name.
+FEATURES = {
+    "prompt_feature": "prompt",
+    "completion_feature": "completion",
+    "text_feature": "text",
+    "chat_feature": "messages",
+}
+
+
+def _one_column_each(section: Section) -> Iterator[Contradiction]:
+    """Two of the keys in FEATURES that name the same column, one of them at least by its own choice."""
+    names = {key: getattr(section, key) for key in FEATURES if getattr(section, key) is not None}
+    chosen = {key: name for key, name in names.items() if name != FEATURES[key]}
+    pairs = [("prompt_feature", "completion_feature"), *combinations(chosen, 2)]
+    for one, other in dict.fromkeys(pairs):
+        if (name := names.get(one, FEATURES[one])) == names.get(other, FEATURES[other]):
+            key, second = (one, other) if one in chosen else (other, one)
+            yield Contradiction((key, second), f"{name!r} is {second}'s column too")
+
+
 class HfDataset(Section):
     path: Text = Field(description="Name of the dataset on the Hub, or a path that datasets.load_dataset accepts.")
     train_split: Text = Field(default="train[:80%]", description="Split to train on.")
@@ -158,6 +174,9 @@ class HfDataset(Section):
     completion_feature: Text = Field(default="completion", description="Column of the completion.")
     text_feature: Text = Field(default="text", description="Column of plain text.")
     chat_feature: Text = Field(default="messages", description="Column of the conversation.")
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from _one_column_each(self)
 
 
 class RunConfig(Section):
@@ -170,10 +189,10 @@ class RunConfig(Section):
     hf_dataset: list[HfDataset] | None = Field(
         default=None, description="Instead of data: one or several datasets of the Hub, with their columns and splits."
     )
-    prompt_feature: Text | None = Field(default=None, description="Field of the prompt in local files.")
-    completion_feature: Text | None = Field(default=None, description="Field of the completion in local files.")
-    chat_feature: Text | None = Field(default=None, description="Field of the conversation in local files.")
-    text_feature: Text | None = Field(default=None, description="Field of plain text in local files.")
+    prompt_feature: Text | None = Field(default=None, description="Column of the prompt in data.")
+    completion_feature: Text | None = Field(default=None, description="Column of the completion in data.")
+    chat_feature: Text | None = Field(default=None, description="Column of the conversation in data.")
+    text_feature: Text | None = Field(default=None, description="Column of plain text in data.")
     max_seq_length: Annotated[int, BeforeValidator(whole_number), Field(ge=2)] = Field(
         default=2048, description="Longest row, in tokens."
     )
@@ -283,6 +302,10 @@ class RunConfig(Section):
                 yield Contradiction((key,), advice)
         if self.data is not None and self.hf_dataset is not None:
             yield Contradiction(("hf_dataset", "data"), "set together with data; keep one of the two")
+        for key in FEATURES if self.hf_dataset is not None else ():
+            if getattr(self, key) is not None:
+                yield Contradiction((key, "hf_dataset"), f"would be ignored with hf_dataset; set hf_dataset.{key}")
+        yield from _one_column_each(self)
         if self.data is None and self.hf_dataset is None:
             yield Contradiction(("data", "hf_dataset"), "required: a folder or a Hub dataset (or set hf_dataset)")
         if self.hf_dataset is not None and self.test and not all(source.test_split for source in self.hf_dataset):

@@ -12,7 +12,9 @@ import mlx.nn as nn
 from gdtrain.config import RunConfig
 from gdtrain.data.conversation import Sample
 from gdtrain.data.prepare import Counts, prepare
+from gdtrain.data.progress import tokenising
 from gdtrain.data.records import load_records
+from gdtrain.data.sources import columns_of
 from gdtrain.errors import UserError
 from gdtrain.model.adapter import check_same_adapter, load_adapter_weights
 from gdtrain.model.load import find_model, load_model, load_tokenizer, vocabulary_size
@@ -48,7 +50,13 @@ def open_data(config: RunConfig, splits: Sequence[str], say: Say) -> Data:
         UserError: model, tokenizer or data are missing or faulty.
     """
     hf_dataset = None if config.hf_dataset is None else [source.model_dump() for source in config.hf_dataset]
-    records = load_records(config.data, hf_dataset, mask_prompt=config.mask_prompt, require=splits[0])
+    records = load_records(
+        config.data,
+        hf_dataset,
+        mask_prompt=config.mask_prompt,
+        require=splits[0],
+        columns=columns_of(config.model_dump()),
+    )
     for note in records.notes:
         say(note)
     files = find_model(config.model)
@@ -59,15 +67,16 @@ def open_data(config: RunConfig, splits: Sequence[str], say: Say) -> Data:
         say("enable_thinking has no effect on text records")
     samples, counts = {}, {}
     for split in splits:
-        samples[split], counts[split] = prepare(
-            getattr(records, split),
-            tokenizer,
-            max_seq_length=config.max_seq_length,
-            on_long=config.on_long,
-            mask_prompt=config.mask_prompt,
-            supervise=config.supervise,
-            enable_thinking=config.enable_thinking,
-        )
+        with tokenising(getattr(records, split), split, say) as rows:
+            samples[split], counts[split] = prepare(
+                rows,
+                tokenizer,
+                max_seq_length=config.max_seq_length,
+                on_long=config.on_long,
+                mask_prompt=config.mask_prompt,
+                supervise=config.supervise,
+                enable_thinking=config.enable_thinking,
+            )
         if counts[split].rows_read:
             say(f"{split}: {counts[split].summary()}")
     _check_ids([sample for split in splits for sample in samples[split]], vocabulary_size(files))

@@ -372,13 +372,28 @@ def test_hub_dataset_faults(faults):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("report_to", "wandb"), ("text_feature", "x")],
+    [("report_to", "wandb")],
 )
 def test_what_is_not_built_yet_is_refused(faults, load, key, value):
     (line,) = faults(f"{key}: {value}\n")
     assert line.startswith(f"c.yaml:3: {key}: ")
     assert f"not available in this version ({NOT_YET[key]}); use {key}: null" in line
     load(f"{key}: null\n")
+
+
+def test_columns_of_the_data(faults, load):
+    config = load("prompt_feature: q\ncompletion_feature: a\n")
+    assert (config.prompt_feature, config.completion_feature, config.chat_feature) == ("q", "a", None)
+    load("prompt_feature: text\ncompletion_feature: summary\n")
+    assert faults("prompt_feature: q\ncompletion_feature: q\n") == [
+        "c.yaml:3: prompt_feature: 'q' is completion_feature's column too"
+    ]
+    assert faults("completion_feature: prompt\n") == [
+        "c.yaml:3: completion_feature: 'prompt' is prompt_feature's column too"
+    ]
+    assert faults("hf_dataset: {path: x}\ntext_feature: body\n", base="model: tiny\n") == [
+        "c.yaml:3: text_feature: would be ignored with hf_dataset; set hf_dataset.text_feature"
+    ]
 
 
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gdtrain.data.faults import raise_faults
-from gdtrain.data.schema import KINDS, Record, RecordFaults, parse_record
+from gdtrain.data.layouts import COLUMNS, MEANING
+from gdtrain.data.schema import Columns, Record, RecordFaults, parse_record
 from gdtrain.data.sources import Source, missing_split, open_sources
 from gdtrain.data.stdlib import STDLIB, build_stdlib_dataset
 from gdtrain.errors import UserError
@@ -24,20 +25,26 @@ class Splits:
 
 
 def load_records(
-    data: str | None, hf_dataset: dict[str, Any] | list[Any] | None, *, mask_prompt: bool, require: str = "train"
+    data: str | None,
+    hf_dataset: dict[str, Any] | list[Any] | None,
+    *,
+    mask_prompt: bool,
+    require: str = "train",
+    columns: Columns | None = None,
 ) -> Splits:
     """Reads and checks all records.
 
     data: a directory with train, valid and test files (.jsonl, .json, .csv or .parquet), "python-stdlib", or the
         name of a Hub data set. hf_dataset: mlx-lm's key of that name, one entry or a list of them; it goes before
         data. mask_prompt: text records are refused with it. require: the split that must have records.
+        columns: the names of the fields in data (an entry of hf_dataset has its own), if not the usual ones.
     The order of the records is that of the files.
     Raises UserError: with every faulty record of every file, one line each ("train.jsonl:7: ..."), or naming the
     directory when the split that is required is missing.
     """
     if not hf_dataset and data == STDLIB:
         data = str(build_stdlib_dataset())
-    sources, notes = open_sources(data, hf_dataset)
+    sources, notes = open_sources(data, hf_dataset, columns or Columns())
     splits = Splits(notes=notes)
     faults: list[str] = []
     for source in sources:
@@ -75,13 +82,15 @@ def _read(source: Source, mask_prompt: bool, faults: list[str], notes: list[str]
                     f"{row.where}: mask_prompt is true but this is a text record, which has no prompt; accepted with"
                     ' mask_prompt are {"prompt", "completion"} and {"messages"}'
                 )
-        if record.kind != first.kind:
+        if (record.kind, record.layout) != (first.kind, first.layout):
             faults.append(
-                f"{row.where}: a {record.kind} record ({_keys(record)}) in a file that begins with a {first.kind}"
-                f" record ({_keys(first)}, {first.where}); one kind a file is accepted"
+                f"{row.where}: {_describe(record, source.columns)}) in a file that begins with"
+                f" {_describe(first, source.columns)}, {first.where}); one kind a file is accepted"
             )
             continue
         records.append(record)
+    if first is not None and first.layout is not None:
+        notes.append(f"{source.name}: the {first.layout} layout, read as messages: {MEANING[first.layout]}")
     columns = [f"{name} ({count})" for name, count in unused.items() if "[]." not in name]
     keys = [f"{name} ({count})" for name, count in unused.items() if "[]." in name]
     if columns:
@@ -91,5 +100,9 @@ def _read(source: Source, mask_prompt: bool, faults: list[str], notes: list[str]
     return records
 
 
-def _keys(record: Record) -> str:
-    return ", ".join(KINDS[record.kind])
+def _describe(record: Record, columns: Columns) -> str:
+    """Such as 'a chat record (messages', to be closed."""
+    if record.layout is not None:
+        article = "an" if record.layout == "Alpaca" else "a"
+        return f"{article} {record.layout} record ({', '.join(COLUMNS[record.layout][0])}"
+    return f"a {record.kind} record ({', '.join(columns.of(record.kind))}"

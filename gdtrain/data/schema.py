@@ -1,14 +1,19 @@
 """What a record may be: one parsed object in, a `Record` or the list of its faults out.
 
 The three kinds are mlx-lm's: {"text"}, {"prompt", "completion"} and {"messages"}, the last two with optional "tools".
+A row that has none of them may have the layout of another tool, see layouts.py.
 """
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
+from gdtrain.data.faults import name_type
+from gdtrain.data.layouts import COLUMNS, Layout, from_speakers, has_speakers, layouts_of, to_messages
+
 KINDS = {"text": ("text",), "completion": ("prompt", "completion"), "chat": ("messages",)}
 ACCEPTED = 'a record is {"text"}, {"prompt", "completion"} or {"messages"}'
+LAYOUTS = 'Alpaca\'s {"instruction", "output"} and ShareGPT\'s {"conversations"}'
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What chat templates read; any other key reaches the template too, and is noted.
 MESSAGE_KEYS = frozenset(
@@ -27,6 +32,7 @@ class Record:
         `tool_calls` a non-empty list or absent, and their `arguments` an object.
     tools: a non-empty list of objects, or None.
     where: where the row stands, such as "train.jsonl:7".
+    layout: of the row before it was brought into messages, if it was not one of the three kinds.
     """
 
     kind: str
@@ -34,11 +40,16 @@ class Record:
     messages: tuple[dict[str, Any], ...]
     tools: list[dict[str, Any]] | None
     where: str
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The names under which a data set keeps its fields (mlx-lm's prompt_feature and so on)."""
+    """The names under which a data set keeps its fields (mlx-lm's prompt_feature and so on).
+
+    A name that is not the usual one belongs to its field alone: with prompt="text", the column "text" makes no text
+    record.
+    """
 
     text: str = "text"
     prompt: str = "prompt"
@@ -49,6 +60,19 @@ class Columns:
     def of(self, kind: str) -> tuple[str, ...]:
         """The columns that a record of this kind must have."""
         return tuple(getattr(self, field) for field in KINDS[kind])
+
+    def renamed(self, kind: str) -> set[str]:
+        """Those of them that are not the usual names."""
+        return {name for field, name in zip(KINDS[kind], self.of(kind), strict=True) if name != field}
+
+    def kinds(self) -> list[str]:
+        """The kinds that a record may have: not those of which a column was given to another kind."""
+        return [
+            kind
+            for kind in KINDS
+            if self.renamed(kind)
+            or not any(self.renamed(other) & set(self.of(kind)) for other in KINDS if other != kind)
+        ]
 
 
 class RecordFaults(ValueError):
@@ -68,16 +92,24 @@ def parse_record(row: Any, where: str, columns: Columns) -> tuple[Record, list[s
     """
     if not isinstance(row, dict):
         raise RecordFaults([f"{name_type(row)} instead of an object; {ACCEPTED}"])
-    kind = _kind_of(row, columns)
+    kind, layout = _kind_of(row, columns)
     faults: list[str] = []
     tools = _tools(row.get(columns.tools), faults) if kind != "text" else None
-    used = {*columns.of(kind), *([columns.tools] if kind != "text" else [])}
+    names = columns.of(kind) if layout is None else tuple(name for group in COLUMNS[layout] for name in group)
+    used = {*names, *([columns.tools] if kind != "text" else [])}
     unused = [str(key) for key in row if key not in used and row[key] is not None]
     text, messages = None, []
     if kind == "chat":
-        messages = _messages(row[columns.messages], columns.messages, faults)
+        given, name = row.get(columns.messages), columns.messages
+        if layout is not None:
+            given, name = to_messages(row, layout, faults), COLUMNS[layout][0][0]
+        elif has_speakers(given):
+            given, layout = from_speakers(given, name, faults), "ShareGPT"
+        if faults:
+            raise RecordFaults(faults)
+        messages = _messages(given, name, faults)
         unknown = {key for message in messages for key in message if key not in MESSAGE_KEYS}
-        unused += [f"{columns.messages}[].{key}" for key in sorted(unknown)]
+        unused += [f"{name}[].{key}" for key in sorted(unknown)]
     else:
         values = [_string(row[name], name, faults) for name in columns.of(kind)]
         if kind == "text":
@@ -87,32 +119,32 @@ def parse_record(row: Any, where: str, columns: Columns) -> tuple[Record, list[s
             messages = [{"role": role, "content": value} for role, value in zip(roles, values, strict=True)]
     if faults:
         raise RecordFaults(faults)
-    return Record(kind, text, tuple(messages), tools, where), unused
+    return Record(kind, text, tuple(messages), tools, where, layout), unused
 
 
-def name_type(value: Any) -> str:
-    """The JSON name of a value's type, with its article."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
-
-
-def _kind_of(row: dict[str, Any], columns: Columns) -> str:
+def _kind_of(row: dict[str, Any], columns: Columns) -> tuple[str, Layout | None]:
     # A column that is null is absent: Hub data sets fill the columns that a row lacks with null.
-    present = [kind for kind in KINDS if all(row.get(name) is not None for name in columns.of(kind))]
+    accepted_kinds = columns.kinds()
+    present = [kind for kind in accepted_kinds if all(row.get(name) is not None for name in columns.of(kind))]
     if len(present) == 1:
-        return present[0]
+        return present[0], None
     if present:
         kinds = " and ".join(f"{kind} ({_quoted(columns.of(kind))})" for kind in present)
         raise RecordFaults([f"the record is of two kinds at once: {kinds}; keep the keys of one"])
-    for kind in KINDS:
+    layouts = layouts_of(row, {name for kind in KINDS for name in columns.renamed(kind)})
+    if len(layouts) == 1:
+        return "chat", layouts[0]
+    if layouts:
+        raise RecordFaults([f"the record has two layouts at once: {' and '.join(layouts)}; keep the keys of one"])
+    for kind in accepted_kinds:
         names = columns.of(kind)
         if any(name in row for name in names):
             missing = [name for name in names if name not in row]
             why = f"{_quoted(missing)} is missing" if missing else f"{_quoted(names)} must not be null"
             raise RecordFaults([f"{why}; a {kind} record has {_quoted(names)}"])
     keys = _quoted(list(row)[:8]) if row else "none"
-    accepted = " or ".join(f"{{{_quoted(columns.of(kind))}}}" for kind in KINDS)
-    raise RecordFaults([f"missing keys: the record has {keys}; accepted are {accepted}"])
+    accepted = " or ".join(f"{{{_quoted(columns.of(kind))}}}" for kind in accepted_kinds)
+    raise RecordFaults([f"missing keys: the record has {keys}; accepted are {accepted}, and {LAYOUTS}"])
 
 
 def _messages(value: Any, name: str, faults: list[str]) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdtrain.data.schema import Columns, name_type
+from gdtrain.data.faults import name_type
+from gdtrain.data.schema import Columns
 from gdtrain.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 HUB_ALIASES = {"valid": ("valid", "validation")}
-# Keys of an hf_dataset entry that name a column, and the field of `Columns` they set.
+# Keys of the configuration and of an hf_dataset entry that name a column, and the field of `Columns` they set.
 COLUMN_KEYS = {
     "prompt_feature": "prompt",
     "completion_feature": "completion",
@@ -41,9 +42,12 @@ class Source:
     columns: Columns = field(default_factory=Columns)
 
 
-def open_sources(data: str | None, hf_dataset: dict[str, Any] | list[Any] | None) -> tuple[list[Source], list[str]]:
+def open_sources(
+    data: str | None, hf_dataset: dict[str, Any] | list[Any] | None, columns: Columns
+) -> tuple[list[Source], list[str]]:
     """The sources that the configuration names, in the order train, valid, test, and notes for the user.
 
+    columns: of data; each entry of hf_dataset names its own.
     Raises UserError when neither names something that exists, or a split has two files.
     """
     if hf_dataset:
@@ -54,12 +58,17 @@ def open_sources(data: str | None, hf_dataset: dict[str, Any] | list[Any] | None
         raise UserError("data: nothing to read; accepted are a directory, a Hub data set, or the key hf_dataset")
     path = Path(data).expanduser()
     if path.is_dir():
-        return _directory(path)
+        return _directory(path, columns)
     if path.exists():
         raise UserError(f"data: {path} is a file; the directory that holds {_accepted('train')} is accepted")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", data):
         raise UserError(f"data: there is no directory {path}")
-    return _hub_dataset(data)
+    return _hub_dataset(data, columns)
+
+
+def columns_of(keys: dict[str, Any]) -> Columns:
+    """The columns that prompt_feature and its like name among these keys; null leaves the usual name."""
+    return Columns(**{field: keys[key] for key, field in COLUMN_KEYS.items() if keys.get(key) is not None})
 
 
 def describe_directory(path: Path) -> str:
@@ -81,19 +90,19 @@ def _accepted(split: str) -> str:
     return "one of " + ", ".join(f"{split}{suffix}" for suffix in READERS)
 
 
-def _directory(path: Path) -> tuple[list[Source], list[str]]:
+def _directory(path: Path, columns: Columns) -> tuple[list[Source], list[str]]:
     sources = []
     for split in SPLITS:
         files = [file for suffix in READERS if (file := path / f"{split}{suffix}").is_file()]
         if len(files) > 1:
             raise UserError(f"data: {path} has {' and '.join(file.name for file in files)}; keep one file a split")
-        sources += [Source(split, file.name, READERS[file.suffix](file)) for file in files]
+        sources += [Source(split, file.name, READERS[file.suffix](file, columns), columns) for file in files]
     others = sorted(f.name for f in path.iterdir() if f.suffix in READERS and f.stem in LIKELY_MISNAMED)
     names = ", ".join(others)
     return sources, [f"{path}: not read: {names} (the splits are train, valid and test)"] if others else []
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _json_lines(path: Path, _: Columns) -> Iterator[Row]:
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -116,7 +125,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 yield Row(where, value)
 
 
-def _json_list(path: Path) -> Iterator[Row]:
+def _json_list(path: Path, _: Columns) -> Iterator[Row]:
     accepted = f"a list of objects is accepted (JSON Lines are read from {path.stem}.jsonl)"
     try:
         with _open(path) as file:
@@ -135,8 +144,8 @@ def _json_list(path: Path) -> Iterator[Row]:
             yield Row(path.name, None, f"{name_type(values)} instead of a list; {accepted}")
 
 
-def _csv(path: Path) -> Iterator[Row]:
-    """Rows of strings; the columns `messages` and `tools` hold JSON."""
+def _csv(path: Path, columns: Columns) -> Iterator[Row]:
+    """Rows of strings; the columns of messages (`conversations` too) and tools hold JSON."""
     _open(path).close()
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -145,18 +154,18 @@ def _csv(path: Path) -> Iterator[Row]:
                 where, fault = f"{path.name}:{reader.line_num}", None
                 if None in row or None in row.values():
                     fault = f"another number of cells than the first line, which has {len(reader.fieldnames or [])}"
-                value: dict[str, Any] = {key: cell for key, cell in row.items() if cell or key != "tools"}
-                try:
-                    if value.get("messages"):
-                        value["messages"] = json.loads(value["messages"])
-                except ValueError as error:
-                    fault = fault or f'"messages" is not valid JSON ({error})'
+                value: dict[str, Any] = {key: cell for key, cell in row.items() if cell or key != columns.tools}
+                for name in {columns.messages, "conversations"} & value.keys():
+                    try:
+                        value[name] = json.loads(value[name]) if value[name] else value[name]
+                    except ValueError as error:
+                        fault = fault or f'"{name}" is not valid JSON ({error})'
                 yield Row(where, value, fault)
     except (UnicodeError, csv.Error) as error:
         yield Row(path.name, None, f"not a CSV file in UTF-8 ({error})")
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path, _: Columns) -> Iterator[Row]:
     import pyarrow
     from pyarrow import parquet
 
@@ -172,7 +181,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         yield Row(path.name, None, f"not a Parquet file ({error})")
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, Columns], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".json": _json_list,
     ".csv": _csv,
@@ -187,13 +196,14 @@ def _open(path: Path) -> Any:
         raise UserError(f"data: {path} cannot be read: {error.strerror}") from error
 
 
-def _hub_dataset(name: str) -> tuple[list[Source], list[str]]:
+def _hub_dataset(name: str, columns: Columns) -> tuple[list[Source], list[str]]:
     data = _load(name, f"data: {name} is neither a directory here nor a Hub data set that can be loaded")
     sources, notes = [], []
     for split in SPLITS:
         found = [alias for alias in HUB_ALIASES.get(split, (split,)) if alias in data]
         if found:
-            sources.append(Source(split, f"{name}[{found[0]}]", _hub_rows(data[found[0]], f"{name}[{found[0]}]")))
+            place = f"{name}[{found[0]}]"
+            sources.append(Source(split, place, _hub_rows(data[found[0]], place), columns))
     if unused := sorted(set(data) - {source.name.partition("[")[2][:-1] for source in sources}):
         notes.append(f"{name}: splits not read: {', '.join(unused)}")
     return sources, notes
@@ -203,7 +213,7 @@ def _hub_entry(entry: Any) -> Iterator[Source]:
     path, config = entry["path"], entry.get("config") or {}
     if fixed := [key for key in ("path", "split") if key in config]:
         raise UserError(f"hf_dataset.config: {', '.join(fixed)} is set by hf_dataset itself; remove it there")
-    columns = Columns(**{COLUMN_KEYS[key]: name for key, name in entry.items() if key in COLUMN_KEYS})
+    columns = columns_of(entry)
     defaults = {"train": "train[:80%]", "valid": "train[-10%:]", "test": None}  # mlx-lm's
     for split in SPLITS:
         part = entry.get(f"{split}_split", defaults[split])

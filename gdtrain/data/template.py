@@ -4,7 +4,8 @@ Templates strip think blocks from history, add empty ones, trim contents and gro
 never rendered one by one. Instead, the strings that open and close an assistant turn are learnt from small probe
 conversations, and the turns are read in the one full render: its n-th opening belongs to the n-th assistant message.
 A content may hold the same strings ("<|im_start|>assistant" typed by a user). Such a conversation is rendered a
-second time with a private-use character inside each of those strings, so that only the template's own remain whole;
+second time with a private-use character inside each of those strings, and inside what a content ends with and the
+template may complete to one ("<|im_end|" before a ">"), so that only the template's own remain whole;
 the second render counts only if, without the marks, it equals the first.
 """
 
@@ -84,12 +85,15 @@ def find_turns(
     Raises TemplateError when the turns do not come out one for one.
     """
     fragile = tuple({*template.ends, *template.openers, template.header.strip()})
+    tails = tuple({token[:n] for token in fragile for n in range(2, len(token))})
+    said = [{key: value for key, value in message.items() if key != "role"} for message in messages]
     mark, marked = "", text
-    if _holds_any([messages, tools], fragile):
-        mark = next((m for m in MARKS if not _holds_any([messages, tools, text], (m,))), "")
+    if _holds_any([said, tools], fragile, tails):
+        mark = next((m for m in MARKS if not _holds_any([said, tools, text], (m,))), "")
         if not mark:
             raise TemplateError("the text uses all of the private-use characters that could mark it")
-        marked = render([_mark(message, fragile, mark) for message in messages], _mark(tools, fragile, mark), False)
+        said, tools = _mark(said, fragile, tails, mark), _mark(tools, fragile, tails, mark)
+        marked = render([{"role": m["role"], **rest} for m, rest in zip(messages, said, strict=True)], tools, False)
         if marked.replace(mark, "") != text:
             raise TemplateError("a content holds the template's own tokens in a way that changes how it is rendered")
     turns = []
@@ -160,20 +164,24 @@ def _first_end(text: str, added: list[str]) -> str:
     return min(found)[1] if found else ""
 
 
-def _holds_any(value: Any, needles: tuple[str, ...]) -> bool:
+def _holds_any(value: Any, needles: tuple[str, ...], tails: tuple[str, ...] = ()) -> bool:
+    """Whether a string in the value has a needle in it or ends with a tail."""
     if isinstance(value, str):
-        return any(needle in value for needle in needles)
+        return value.endswith(tails) or any(needle in value for needle in needles)
     if isinstance(value, dict):
-        return any(_holds_any(key, needles) or _holds_any(item, needles) for key, item in value.items())
-    return isinstance(value, list | tuple) and any(_holds_any(item, needles) for item in value)
+        return any(_holds_any(item, needles, tails) for pair in value.items() for item in pair)
+    return isinstance(value, list | tuple) and any(_holds_any(item, needles, tails) for item in value)
 
 
-def _mark(value: Any, needles: tuple[str, ...], mark: str) -> Any:
-    """The value with the mark after the first character of every needle in it, in keys too."""
+def _mark(value: Any, needles: tuple[str, ...], tails: tuple[str, ...], mark: str) -> Any:
+    """The value with the mark after the first character of every needle in it and of a tail at its end, in keys too."""
     if isinstance(value, str):
         for needle in needles:
             value = value.replace(needle, needle[0] + mark + needle[1:])
+        if value.endswith(tails):
+            at = len(value) - max(len(tail) for tail in tails if value.endswith(tail))
+            value = value[: at + 1] + mark + value[at + 1 :]
         return value
     if isinstance(value, dict):
-        return {_mark(key, needles, mark): _mark(item, needles, mark) for key, item in value.items()}
-    return [_mark(item, needles, mark) for item in value] if isinstance(value, list | tuple) else value
+        return {_mark(key, needles, tails, mark): _mark(item, needles, tails, mark) for key, item in value.items()}
+    return [_mark(item, needles, tails, mark) for item in value] if isinstance(value, list | tuple) else value

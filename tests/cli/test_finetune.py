@@ -412,7 +412,7 @@ def test_printed_config_is_one(config):
 
 def test_embedded_model(work):
     """`model: tiny` in its own precision, on data of this machine."""
-    write_config(model="tiny", data="data", adapter_path="run", iters=2, batch_size=2, learning_rate=1e-2)
+    write_config(model="tiny", data="data", adapter_path="run", iters=4, batch_size=2, learning_rate=2e-3)
     out = finish("finetune", "c.yaml")
     assert "tiny: 3 of 3 GDN layers" in out
     losses = [record["loss"] for record in metrics("run", "val")]

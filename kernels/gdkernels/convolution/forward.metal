@@ -1,5 +1,5 @@
-// SiLU of the causal depthwise convolution. A thread owns a channel over STRIP tokens, its last TAPS inputs in registers.
-// sizes: T, channels.
+// SiLU of the causal depthwise convolution. A thread owns a channel over STRIP tokens and has its last TAPS inputs in
+// registers. sizes: T, channels.
   const int tokens = sizes[0], channels = sizes[1];
   const int channel = int(threadgroup_position_in_grid.x) * THREADS + int(thread_index_in_threadgroup);
   if (channel >= channels) return;

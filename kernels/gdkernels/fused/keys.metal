@@ -19,8 +19,8 @@
   const int valid = min(C, T - token);
   const int span_tokens = min(chunks * C, T - first * C);
 
-  const Rows<const device Activation*> qs = rows_of(q + ((long(row) * T + token) * key_heads + head) * DK, key_row, valid);
-  const Rows<const device Activation*> ks = rows_of(k + ((long(row) * T + token) * key_heads + head) * DK, key_row, valid);
+  const long key = ((long(row) * T + token) * key_heads + head) * DK;
+  const Rows<const device Activation*> qs = rows_of(q + key, key_row, valid), ks = rows_of(k + key, key_row, valid);
   Tile dq_tile[BLOCK / 8], dk_tile[BLOCK / 8];
   UNROLL
   for (int n = 0; n < BLOCK / 8; n++) dq_tile[n] = zero_tile(), dk_tile[n] = zero_tile();

@@ -1,6 +1,7 @@
   // Tokens [first, last) of one value head from last to first. A SIMD group carries LANE_ROWS rows of the state and of
   // its gradient in registers; a threadgroup, one of BLOCKS, adds what its rows give to dq, dk and the gates.
-  // span: T, B, C (chunk_tokens), first, last, Hk, Hv. first is the start of a chunk. `starts` holds the chunks of all tokens.
+  // span: T, B, C (chunk_tokens), first, last, Hk, Hv. first is the start of a chunk. `starts` holds the chunks of all
+  // tokens.
   //
   // A chunk is replayed twice. First token by token, to keep the state before every STEPS tokens in `saved`, where each
   // thread finds again what it wrote itself, and what each row of v was off by in `errors`, so that the second replay
