@@ -29,7 +29,7 @@ from gdtrain.model.lora import adapt
 from gdtrain.model.swap import swap_linear_attention
 from gdtrain.reporting.header import device_name
 from gdtrain.training.recompute import recomputed_blocks
-from gdtrain.training.step import LossAndGradients, Window, build_step
+from gdtrain.training.step import LossAndGradients, Window, accumulate, build_step
 
 PACKED, PADDED, WIDE = "packed", "padded", "padded, wide"
 
@@ -123,11 +123,11 @@ def train_epoch(
     start = time.perf_counter()
     for batch in ready:
         window = Window()
-        loss, gradients = step(batch)
-        window.add(gradients, batch)
+        accumulate(step, batch, window)
         mean, _ = window.mean(None)
         optimizer.update(model, mean)
-        mx.eval(loss, model.trainable_parameters(), optimizer.state)
+        del mean
+        mx.eval(model.trainable_parameters(), optimizer.state)
     return time.perf_counter() - start
 
 

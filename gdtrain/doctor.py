@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
-from gdkernels import BACKENDS, explain
+from gdkernels import BACKENDS, explain, explain_convolution
 from gdkernels.dispatch import default_chunk
 from gdkernels.selftest import Result
 from gdkernels.sizes import Sizes
@@ -15,6 +15,8 @@ from gdtrain.bench.machine import examine_machine
 from gdtrain.bench.shapes import MODELS, Shape
 
 _TOKENS = 1024
+# Of the convolution before the rule, in every released model.
+_TAPS = 4
 
 
 def _shapes() -> dict[str, Shape]:
@@ -43,7 +45,7 @@ class Report:
     """All that `gdtrain doctor` shows.
 
     Attributes:
-        machine: names and values.
+        machine: names and values, and what the convolution before the rule runs on.
         statuses: one for each of SHAPES and each backend, in bfloat16.
         reasons: of the choice, by model.
         tests: the self-tests that were run, by model and backend.
@@ -92,7 +94,11 @@ def examine(say: Callable[[str], None] = lambda line: None) -> Report:
         reasons[model] = choice.reason
         for name in BACKENDS:
             statuses.append(_status(model, name, name == choice.backend, refusals[name], tests.get((model, name))))
-    return Report(examine_machine(), tuple(statuses), reasons, tests, cleared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        convolution = explain_convolution(mx.bfloat16, mx.bfloat16, _TAPS)
+    machine = examine_machine() | {"convolution": f"{convolution.backend}: {convolution.reason}"}
+    return Report(machine, tuple(statuses), reasons, tests, cleared)
 
 
 def _status(model: str, name: str, chosen: bool, refusal: str | None, result: Result | None) -> Status:

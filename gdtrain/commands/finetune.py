@@ -19,7 +19,7 @@ from gdtrain.model.tiny_path import TINY
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.header import describe, header_lines
 from gdtrain.session import Data, Session, adapt_as, open_data, open_session
-from gdtrain.training.dry_step import dry_step, longest_batch
+from gdtrain.training.dry_step import dry_step
 from gdtrain.training.forecast import forecast
 from gdtrain.training.loop import count_iterations, train
 from gdtrain.training.run_directory import check_run_directory, make_run_directory, run_directory
@@ -74,7 +74,7 @@ def _train(config: RunConfig, folder: Path, console: RunConsole, dry_run: bool) 
     console.line("")
 
     step = build_step(session.model, compiled=policy.compiled)
-    tried = dry_step(session, step, longest_batch(batches, iterations))
+    tried = dry_step(session, step, batches.collate(batches.longest(iterations)))
     console.line(tried.line())
     if dry_run:
         for line in forecast(config, batches, iterations, tried):

@@ -169,18 +169,6 @@ def collate(
     )
 
 
-def epoch_batches(samples: Sequence[Sample], batch_size: int, *, seed: int, epoch: int) -> list[Rows]:
-    """The batches of one epoch, not packed: see RunBatches."""
-    return _unpacked(samples, batch_size, seed).epoch(epoch)
-
-
-def train_stream(
-    samples: Sequence[Sample], batch_size: int, *, seed: int, start: int = 0
-) -> Iterator[tuple[int, Rows]]:
-    """(epoch, batch) without end, not packed: see RunBatches."""
-    return _unpacked(samples, batch_size, seed).stream(start)
-
-
 def eval_batches(samples: Sequence[Sample], batch_size: int, *, limit: int | None = None) -> list[Sequence[int]]:
     """Every row once, shortest first, always in the same order; fewer rows than batch_size are one smaller batch.
 
@@ -215,12 +203,6 @@ def check_enough(samples: Sequence[Sample], batch_size: int, packed_rows: int | 
         raise UserError(
             f"batch_size: {batch_size}, but there are {rows} training rows{packed}; at most {rows} is accepted"
         )
-
-
-def _unpacked(samples: Sequence[Sample], batch_size: int, seed: int) -> RunBatches:
-    return RunBatches(
-        samples, batch_size, seed=seed, max_tokens=max((len(sample.ids) for sample in samples), default=2)
-    )
 
 
 def _documents(row: Row) -> tuple[int, ...]:

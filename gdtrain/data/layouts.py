@@ -38,19 +38,19 @@ def layouts_of(row: dict[str, Any], taken: set[str]) -> list[Layout]:
     ]
 
 
-def to_messages(row: dict[str, Any], layout: Layout, faults: list[str]) -> Any:
-    """The messages of a row of that layout, still to be checked as messages; faults are added to the list."""
-    messages = []
+def to_messages(row: dict[str, Any], layout: Layout, faults: list[str]) -> tuple[list[dict[str, Any]], Any]:
+    """The system message of a row of that layout, if it has a column for it, and the other messages, which are still to
+    be checked as such, apart because their faults count from the file's first; faults are added to the list."""
+    first = []
     if (system := row.get("system")) not in (None, ""):
-        messages.append({"role": "system", "content": _string(system, '"system"', faults)})
+        first.append({"role": "system", "content": _string(system, '"system"', faults)})
     if layout == "ShareGPT":
-        turns = from_speakers(row["conversations"], "conversations", faults)
-        return [*messages, *turns] if isinstance(turns, list) and turns else turns
+        return first, from_speakers(row["conversations"], "conversations", faults)
     question = _string(row["instruction"], '"instruction"', faults)
     if context := _string(row.get("input") or "", '"input"', faults):
         question += f"\n\n{context}"
     answer = _string(row["output"], '"output"', faults)
-    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return first, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def from_speakers(messages: Any, name: str, faults: list[str]) -> Any:

@@ -100,14 +100,15 @@ def parse_record(row: Any, where: str, columns: Columns) -> tuple[Record, list[s
     unused = [str(key) for key in row if key not in used and row[key] is not None]
     text, messages = None, []
     if kind == "chat":
+        first: list[dict[str, Any]] = []
         given, name = row.get(columns.messages), columns.messages
         if layout is not None:
-            given, name = to_messages(row, layout, faults), COLUMNS[layout][0][0]
+            (first, given), name = to_messages(row, layout, faults), COLUMNS[layout][0][0]
         elif has_speakers(given):
             given, layout = from_speakers(given, name, faults), "ShareGPT"
         if faults:
             raise RecordFaults(faults)
-        messages = _messages(given, name, faults)
+        messages = [*first, *_messages(given, name, faults)]
         unknown = {key for message in messages for key in message if key not in MESSAGE_KEYS}
         unused += [f"{name}[].{key}" for key in sorted(unknown)]
     else:

@@ -2,16 +2,14 @@
 suffice shows at once, and not at iteration 128."""
 
 import time
-from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
 
 from gdtrain.arrays import scalar
-from gdtrain.data.batches import Batch, Row, Rows, RunBatches
+from gdtrain.data.batches import Batch
 from gdtrain.data.conversation import Sample
 from gdtrain.memory import clear_cache_above, is_out_of_memory, read_memory
 from gdtrain.random_state import read_random_state, set_random_state
@@ -80,21 +78,6 @@ def dry_step(session: Session, step: LossAndGradients, batch: Batch) -> DryStep:
     mx.reset_peak_memory()
     rows, positions = batch.inputs.shape
     return DryStep(rows, positions, seconds, peak)
-
-
-def longest_batch(batches: RunBatches, iterations: int) -> Batch:
-    """The batch with the most positions B * T among those of a run. Every epoch has the same shapes; a run that is
-    shorter than one may not meet the longest."""
-    if iterations >= batches.per_epoch:
-        return batches.collate(batches.longest())
-
-    def positions(row: Row) -> int:
-        return sum(len(batches.samples[i].ids) - 1 for i in (row if isinstance(row, tuple) else (row,)))
-
-    def size(rows: Rows) -> int:
-        return len(rows) * batches.widths[bisect_left(batches.widths, max(map(positions, rows)))]
-
-    return batches.collate(max((rows for _, rows in islice(batches.stream(), iterations)), key=size))
 
 
 def _step(session: Session, step: LossAndGradients, batch: Batch, places: list[str]) -> None:

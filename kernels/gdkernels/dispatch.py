@@ -50,8 +50,8 @@ def explain(
 ) -> Choice:
     """Which backend a call with these sizes takes, and why.
 
-    On a GPU the first call runs the self-test of the backend: 44 s on an H200, nearly all of it the compilation of 16
-    to 24 kernels. One that fails is warned about (RuntimeWarning, once), and the next is taken.
+    On a GPU the first call runs the self-test of the backend: 44 to 50 s on an H200, whether or not its kernels are
+    compiled already. One that fails is warned about (RuntimeWarning, once), and the next is taken.
 
     Args:
         B, T, Hk, Hv, Dk, Dv: sizes as in the package docstring; dtype: of q, k and v.

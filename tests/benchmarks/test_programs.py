@@ -47,7 +47,10 @@ def test_step(tmp_path, monkeypatch):
     assert [row["tokens"] for row in report["rows"]] == [16, 40]
     for row in report["rows"]:
         assert list(row["parts"]) == ["GDN", "attention", "MLP", "norm", "loss", "rest"]
-        assert sum(part["share"] for part in row["parts"].values()) == pytest.approx(1)
+        parts = [part for name, part in row["parts"].items() if name != "rest"]
+        assert all(part["in_step_ms"] > 0 for part in parts)
+        assert row["parts"]["rest"]["in_step_ms"] == pytest.approx(row["ms"] - sum(p["in_step_ms"] for p in parts))
+        assert 0 < row["host_ms"] < row["ms"]
 
 
 def test_stock(tmp_path, monkeypatch):

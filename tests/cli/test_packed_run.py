@@ -14,6 +14,7 @@ def test_a_packed_run(config):
     documents = len("abcdefghij" * 2) + 1
     (rows,) = re.findall(r"^packing: 12 rows of data in (\d+) rows of an epoch$", out, re.MULTILINE)
     assert int(rows) == -(-12 // (64 // (documents - 1)))
+    assert "\npadding: 6.2 % of the positions of an epoch\n" in out  # 240 of 4 x 64 are used
     trained = metrics("run", "train")
     assert len(trained) == 4
     assert sum(record["supervised_tokens"] for record in trained) == 2 * 12 * (documents - 1)

@@ -10,10 +10,8 @@ from gdtrain.data.batches import (
     RunBatches,
     check_enough,
     collate,
-    epoch_batches,
     eval_batches,
     padding_share,
-    train_stream,
 )
 from gdtrain.data.buckets import WIDTHS, choose_widths, round_width
 from gdtrain.data.conversation import Sample
@@ -144,7 +142,6 @@ def test_an_epoch_is_every_row_once(lengths, batch_size, seed):
     assert len(epoch) == batches.per_epoch == -(-len(samples) // batch_size)
     assert sorted(map(len, epoch))[1:] == [batch_size] * (len(epoch) - 1)
     assert epoch == RunBatches(samples, batch_size, seed=seed, max_tokens=300).epoch(3)
-    assert epoch == epoch_batches(samples, batch_size, seed=seed, epoch=3)
     assert batches.packed_rows is None
     assert shapes(batches, 0) == shapes(batches, 3)
     sizes = [batches.collate(batch) for batch in epoch]
@@ -192,16 +189,17 @@ def test_the_longest_batch():
 
 def test_c41_padding_is_low_and_the_order_is_shuffled():
     samples = rows(RAGGED)
-    batches = epoch_batches(samples, 4, seed=0, epoch=0)
+    run = RunBatches(samples, 4, seed=0, max_tokens=max(RAGGED))
+    batches = run.epoch(0)
     unsorted = [list(range(at, at + 4)) for at in range(0, len(samples), 4)]
     assert padding_share(samples, unsorted) > 0.6
     assert padding_share(samples, batches) < 0.1
     longest = [max(RAGGED[i] for i in batch) for batch in batches]
     assert longest != sorted(longest)
-    assert batches != epoch_batches(samples, 4, seed=1, epoch=0)
-    assert batches != epoch_batches(samples, 4, seed=0, epoch=1)
+    assert batches != RunBatches(samples, 4, seed=1, max_tokens=max(RAGGED)).epoch(0)
+    assert batches != run.epoch(1)
     sets = {frozenset(batch) for batch in batches}
-    assert sets != {frozenset(batch) for batch in epoch_batches(samples, 4, seed=0, epoch=1)}  # other company too
+    assert sets != {frozenset(batch) for batch in run.epoch(1)}  # other company too
 
 
 def test_padding_share_agrees_with_the_batches():
@@ -215,13 +213,14 @@ def test_padding_share_agrees_with_the_batches():
 
 def test_the_stream_is_the_epochs_one_after_another_and_can_start_anywhere():
     samples = rows([5, 9, 40, 70, 8, 3, 99])
-    stream = list(islice(train_stream(samples, 2, seed=4), 12))
-    expected = [(e, batch) for e in range(3) for batch in epoch_batches(samples, 2, seed=4, epoch=e)]
+    run = RunBatches(samples, 2, seed=4, max_tokens=99)
+    stream = list(islice(run.stream(), 12))
+    expected = [(e, batch) for e in range(3) for batch in run.epoch(e)]
     assert stream == expected
     for start in (0, 3, 4, 9):
-        assert list(islice(train_stream(samples, 2, seed=4, start=start), 3)) == expected[start : start + 3]
+        assert list(islice(run.stream(start), 3)) == expected[start : start + 3]
     with pytest.raises(ValueError, match="no samples"):
-        next(train_stream([], 2, seed=0))
+        next(RunBatches([], 2, seed=0, max_tokens=99).stream())
 
 
 def test_c30_evaluation_takes_what_there_is():

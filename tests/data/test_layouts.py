@@ -131,6 +131,13 @@ def test_faults_of_sharegpt(tmp_path):
     assert empty.startswith('train.jsonl:6: "conversations" is an empty list')
 
 
+def test_faults_count_from_the_file_s_first_turn(tmp_path):
+    """Also where the system prompt has a column of its own."""
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "tool_calls": "f"}]
+    (fault,) = faults(tmp_path, {"system": "s", "conversations": turns})
+    assert fault.startswith("train.jsonl:1: conversations[1].tool_calls is a string")
+
+
 def test_layouts_are_not_mixed(tmp_path):
     (both,) = faults(tmp_path, {**ALPACA, **SHAREGPT})
     assert both.startswith("train.jsonl:1: the record has two layouts at once: Alpaca and ShareGPT")

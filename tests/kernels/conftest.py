@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from fused_plans import M4
 from gdkernels import dispatch, verdicts
+from gdkernels.convolution import selftest as convolution_selftest
 from gdkernels.fused import plan
 from gdkernels.portable.machine import machine
 
@@ -22,8 +23,10 @@ def _uncompiled():
 def _nothing_is_known(monkeypatch):
     monkeypatch.setattr(dispatch, "_warned", set())
     verdicts.forget()
+    convolution_selftest._tested.cache_clear()
     yield
     verdicts.forget()
+    convolution_selftest._tested.cache_clear()
 
 
 @pytest.fixture(autouse=True)

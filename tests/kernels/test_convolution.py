@@ -164,8 +164,7 @@ def test_on_a_cpu():
     assert (choice.backend, choice.reason) == ("operations", "CPU device")
 
 
-def test_kernels_that_pass(monkeypatch):
-    selftest._tested.cache_clear()
+def test_kernels_that_pass():
     x, weight, positions, _ = draw(1, 40, 5, 4)
     arrays = [mx.array(z.astype(np.float32)) for z in (x, weight)]
     with metal(selftest=True), emulated() as launches:
@@ -175,12 +174,10 @@ def test_kernels_that_pass(monkeypatch):
         tested = len(launches)
         mx.eval(causal_convolution(*arrays, mx.array(positions)))
         assert len(launches) == tested + 1
-    selftest._tested.cache_clear()
 
 
 @pytest.mark.parametrize(("broken", "words"), [(lambda *a: operations(*a) * 1.01, "1.0e-02"), (None, "TypeError")])
 def test_kernels_that_fail_are_told(broken, words, monkeypatch):
-    selftest._tested.cache_clear()
     monkeypatch.setattr(selftest, "kernel", broken)
     with metal(selftest=True):
         with pytest.warns(RuntimeWarning, match=words):
@@ -190,7 +187,6 @@ def test_kernels_that_fail_are_told(broken, words, monkeypatch):
             assert explain_convolution(mx.float32, mx.float32, 4) == choice
     assert choice.backend == "operations"
     assert words in choice.reason
-    selftest._tested.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from gdtrain.data.batches import RunBatches
 from gdtrain.errors import TrainingStopped
 from gdtrain.random_state import read_random_state, set_random_state
 from gdtrain.session import Data, Session
-from gdtrain.training.dry_step import DryStep, dry_step, longest_batch
+from gdtrain.training.dry_step import DryStep, dry_step
 from gdtrain.training.step import build_step
 
 NOTHING = DryStep(1, 1, 0.0, 0.0)
@@ -128,7 +128,7 @@ def test_longest_batch_of_a_run(seed, packing):
     stream = batches.stream()
     sizes = [batches.collate(next(stream)[1]).inputs.size for _ in range(3 * batches.per_epoch)]
     for iterations in range(1, len(sizes) + 1):
-        assert longest_batch(batches, iterations).inputs.size == max(sizes[:iterations])
+        assert batches.collate(batches.longest(iterations)).inputs.size == max(sizes[:iterations])
 
 
 # ---- what it finds --------------------------------------------------------------------------------------------------

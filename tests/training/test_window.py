@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 from gdtrain.arrays import flat, scalar
 from gdtrain.commands.finetune import run_finetune
 from gdtrain.config import RunConfig
-from gdtrain.data.batches import train_stream
+from gdtrain.data.batches import RunBatches
 from gdtrain.errors import Interrupted, TrainingStopped
 from gdtrain.model.lora import adapt
 from gdtrain.model.swap import swap_linear_attention
@@ -199,7 +199,7 @@ def by_hand(texts, updates_after, *, iterations=10, rate=1e-3):
     model.train()
     tokenizer = mini.toy_tokenizer()
     rows = [mini.whole([*tokenizer.encode(text), tokenizer.eos_token_id]) for text in texts]
-    stream = train_stream(rows, 1, seed=RUN["seed"])
+    stream = RunBatches(rows, 1, seed=RUN["seed"], max_tokens=4096).stream()
     step = build_step(model, compiled=False)
     total, tokens, norms = None, 0, []
     for iteration in range(1, iterations + 1):
@@ -271,7 +271,7 @@ def test_a_nan_stops_the_run_and_the_last_good_adapter_stays(accumulation, tmp_p
     weights[embedding][mini.toy_tokenizer().encode("~")[0]] = mx.nan
     mx.save_safetensors(str(weights_file), weights, metadata={"format": "mlx"})
     rows = [mini.whole([0] * (len(text) + 1)) for text in texts]  # lengths alone decide the order
-    stream = train_stream(rows, 1, seed=RUN["seed"])
+    stream = RunBatches(rows, 1, seed=RUN["seed"], max_tokens=4096).stream()
     at = next(i for i in range(1, 11) if next(stream)[1] == [6])
     assert at > 2  # there is something good to keep
     with pytest.raises(TrainingStopped, match=rf"^iteration {at}: the loss is nan; samples: .*train\.jsonl:7$"):
