@@ -131,6 +131,11 @@ def test_longest_batch_of_a_run(seed, packing):
         assert batches.collate(batches.longest(iterations)).inputs.size == max(sizes[:iterations])
 
 
+# MLX allocates ahead of the computation, now more and now less: peaks of the same step differ by up to 6 %. Without
+# the optimizer's state the dry step is 26 % off, without the window's gradients 13 %.
+PEAK = 0.09
+
+
 # ---- what it finds --------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +150,7 @@ def test_its_peak_is_that_of_the_longest_iteration(tmp_path):
     train = records(run, "train")
     assert header["longest_batch"] == [2, 32]
     assert header["dry_step_seconds"] > 0
-    assert header["dry_step_peak_memory_gb"] == pytest.approx(train[-1]["peak_memory_gb"], rel=0.05)
+    assert header["dry_step_peak_memory_gb"] == pytest.approx(train[-1]["peak_memory_gb"], rel=PEAK)
 
 
 def test_the_peak_of_a_run_is_that_of_its_own_iterations(tmp_path):
@@ -160,7 +165,7 @@ def test_the_peak_of_a_run_is_that_of_its_own_iterations(tmp_path):
     peaks = [record["peak_memory_gb"] for record in records(run, "train")]
     assert at > 0
     assert max(peaks[:at]) < 0.8 * dry
-    assert peaks[at] == pytest.approx(dry, rel=0.05)
+    assert peaks[at] == pytest.approx(dry, rel=PEAK)
 
 
 def fail(*args):
