@@ -1,14 +1,10 @@
 """gdtrain finetune: from a config to a run directory. Faults are found in the order of their cost: in the config, the
 data, the model; only then is anything written."""
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
 
 from gdtrain.config import RunConfig
 from gdtrain.config_file import dump_yaml, load_config
-from gdtrain.data.batches import RunBatches
-from gdtrain.data.sources import missing_split
 from gdtrain.data.stdlib import STDLIB
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
@@ -18,11 +14,12 @@ from gdtrain.model.swap import check_kernel
 from gdtrain.model.tiny_path import TINY
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.header import describe, header_lines
-from gdtrain.session import Data, Session, adapt_as, open_data, open_session
+from gdtrain.session import Session, adapt_as, open_data, open_session
 from gdtrain.training.dry_step import dry_step
 from gdtrain.training.forecast import forecast
-from gdtrain.training.loop import count_iterations, train
+from gdtrain.training.loop import train
 from gdtrain.training.run_directory import check_run_directory, make_run_directory, run_directory
+from gdtrain.training.run_plan import notes, plan_run
 from gdtrain.training.step import build_step, compile_policy
 
 
@@ -59,7 +56,7 @@ def run_finetune(config_file: Path, overrides: list[str], *, dry_run: bool = Fal
 
 def _train(config: RunConfig, folder: Path, console: RunConsole, dry_run: bool) -> Session:
     data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
-    batches, iterations = _plan(config, data, console)
+    batches, iterations = plan_run(config, data, console.line)
     session = open_session(config, data)
     adaptation = adapt_as(config, session.model)
     policy = compile_policy(config.compile)
@@ -88,49 +85,11 @@ def _train(config: RunConfig, folder: Path, console: RunConsole, dry_run: bool) 
     return session
 
 
-def _plan(config: RunConfig, data: Data, console: RunConsole) -> tuple[RunBatches, int]:
-    """The batches of the run and how many iterations it has.
-
-    Raises:
-        UserError: there are too few rows for what the config asks.
-    """
-    rows = data.samples["train"]
-    batches = RunBatches(
-        rows, config.batch_size, seed=config.seed, max_tokens=config.max_seq_length, packing=config.packing
-    )
-    iterations = count_iterations(config, batches)
-    updates = math.ceil(iterations / config.grad_accumulation_steps)
-    if config.lr_schedule is not None and config.lr_schedule.warmup > updates:
-        console.line(f"warning: lr_schedule.warmup is {config.lr_schedule.warmup}, but the run has {updates} updates")
-    if batches.packed_rows is not None:
-        console.line(f"packing: {len(rows):,} rows of data in {batches.packed_rows:,} rows of an epoch")
-    console.line(f"padding: {100 * batches.padding_share:.1f} % of the positions of an epoch")
-    if config.test and not data.samples["test"]:
-        raise UserError(f"test: true, but {missing_split('test', config.data)}")
-    if not data.samples["valid"]:
-        if config.early_stopping_patience is not None:
-            raise UserError(f"early_stopping_patience: nothing to watch: {missing_split('valid', config.data)}")
-        console.line("warning: there are no validation rows; training goes on without a validation loss")
-    return batches, iterations
-
-
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Local paths made absolute, so that the saved config means the same from every directory."""
     named = {key: getattr(config, key) for key in ("model", "data", "resume_adapter_file")}
     paths = {key: Path(name).expanduser() for key, name in named.items() if name and name not in (TINY, STDLIB)}
     return config.model_copy(update={key: str(path.resolve()) for key, path in paths.items() if path.exists()})
-
-
-def notes(config: RunConfig) -> Iterator[str]:
-    """One line for every key that has no effect in this config, or an effect to be warned about."""
-    if config.lr_schedule is not None and config.was_set("learning_rate"):
-        yield f"learning_rate has no effect: lr_schedule starts at {config.lr_schedule.arguments[0]:g}"
-    if config.dtype == "float16":
-        yield "float16 has little range: gradients may overflow or vanish where bfloat16 would not"
-    if config.fine_tune_type == "full" and config.was_set("lora_parameters"):
-        yield "lora_parameters has no effect with fine_tune_type: full"
-    if not config.train and config.resume_adapter_file is not None:
-        yield "resume_adapter_file has no effect with train: false; the adapter in adapter_path is tested"
 
 
 def _test(session: Session, console: RunConsole) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import mlx.core as mx
 
 from gdtrain.arrays import flat, scalar
-from gdtrain.config import RunConfig
-from gdtrain.data.batches import RunBatches, check_enough
-from gdtrain.errors import Interrupted, TrainingStopped, UserError
+from gdtrain.data.batches import RunBatches
+from gdtrain.errors import Interrupted, TrainingStopped
 from gdtrain.evaluation import evaluate
 from gdtrain.memory import clear_cache_above, read_memory
 from gdtrain.model.lora import Adaptation
@@ -149,21 +148,3 @@ def validate(session: Session, iteration: int, metrics: MetricsFile, console: Ru
     values = {"loss": result.loss, "supervised_tokens": result.supervised_tokens, "seconds": result.seconds}
     metrics.write("val", iteration=iteration, **values, peak_memory_gb=peak)
     return result.loss
-
-
-def count_iterations(config: RunConfig, batches: RunBatches) -> int:
-    """The batches of the run: `iters`, or as many as `epochs` takes.
-
-    Raises:
-        UserError: fewer rows than a batch has, or with `epochs` too few batches for an accumulation window.
-    """
-    check_enough(batches.samples, config.batch_size, batches.packed_rows)
-    if config.epochs is None:
-        return config.iters
-    iterations = max(1, round(config.epochs * batches.per_epoch))
-    if config.grad_accumulation_steps > iterations:
-        raise UserError(
-            f"grad_accumulation_steps: {config.grad_accumulation_steps} is more than the {iterations} iterations "
-            f"of {config.epochs:g} epochs"
-        )
-    return iterations

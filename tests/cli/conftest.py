@@ -6,33 +6,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from command import call, run, write_config, write_rows
+from main_run import ITERATIONS, MAIN_RUN, ROWS
 from mini import toy_tokenizer, write_checkpoint
-
-# Short rows with one completion, which a mini model learns in a few steps.
-ROWS = {
-    split: [{"prompt": f"{split[0]}{i}", "completion": "yes yes"} for i in range(count)]
-    for split, count in {"train": 12, "valid": 5, "test": 3}.items()
-}
-# Report, validation and checkpoint at different steps, and none of them at the last.
-MAIN_RUN = {
-    "data": "data",
-    "adapter_path": "run",
-    "mask_prompt": True,
-    "batch_size": 2,
-    "iters": 1000,
-    "learning_rate": 5e-3,
-    "steps_per_report": 4,
-    "steps_per_eval": 5,
-    "save_every": 5,
-    "keep_checkpoints": 2,
-}
-ITERATIONS = 22
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled():
-    """As children are: a C++ compiler would be called for every small graph."""
-    mx.disable_compile()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from command import call, finish, run
-from gdkernels import dispatch, verdicts
+from gdkernels import verdicts
 from gdkernels.backends import BACKENDS
 from gdkernels.chunked import chunked
 from gdkernels.selftest import TENSORS
@@ -21,12 +21,8 @@ from gdtrain.doctor import SHAPES
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_known(tmp_path, monkeypatch):
+def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dispatch, "_warned", set())
-    verdicts.forget()
-    yield
-    verdicts.forget()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from command import SCRIPT, distance, environ, evaluated, finish, metrics, run, write_config, write_rows
-from conftest import ROWS
+from main_run import ROWS
 from mini import FAMILIES
 
 from gdtrain.config_file import load_config

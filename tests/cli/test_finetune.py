@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from command import SCRIPT, adapter, call, distance, environ, evaluated, finish, metrics, write_config, write_rows
-from conftest import ITERATIONS
+from main_run import ITERATIONS
 from mini import FAMILIES
 
 from gdtrain.commands.finetune import with_absolute_paths

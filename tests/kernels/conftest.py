@@ -1,32 +1,15 @@
-"""Kernel tests run without mx.compile, which calls a C++ compiler on the CPU; tests of compiled code switch it on. No
-test knows the results of another's self-tests."""
+"""Where kernel tests run, and with which plans."""
 
 import re
 
 import mlx.core as mx
 import pytest
 from fused_plans import M4
-from gdkernels import dispatch, verdicts
-from gdkernels.convolution import selftest as convolution_selftest
+from gdkernels import verdicts
 from gdkernels.fused import plan
 from gdkernels.portable.machine import machine
 
 ABOUT_THE_SELFTEST = {"test_selftest", "test_dispatch", "test_verdicts"}
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled():
-    mx.disable_compile()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(dispatch, "_warned", set())
-    verdicts.forget()
-    convolution_selftest._tested.cache_clear()
-    yield
-    verdicts.forget()
-    convolution_selftest._tested.cache_clear()
 
 
 @pytest.fixture(autouse=True)
