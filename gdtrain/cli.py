@@ -28,6 +28,7 @@ Overrides = Annotated[
 def finetune(
     config: Annotated[Path, typer.Argument(help="YAML config of the run.", show_default=False)],
     overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in adapter_path.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try one step on the longest batch, print a forecast, write nothing.")
     ] = False,
@@ -35,12 +36,12 @@ def finetune(
 ) -> None:
     """Train, and log validation loss and peak memory.
 
-    Example: gdtrain finetune configs/quickstart.yaml --set iters=50
+    Example: gdtrain finetune quickstart --set iters=50
     """
     with _interruptible():
         from gdtrain.commands.finetune import run_finetune
 
-        run_finetune(config, overrides or [], dry_run=dry_run)
+        run_finetune(config, overrides or [], resume=resume, dry_run=dry_run)
 
 
 @app.command("eval")
@@ -51,6 +52,9 @@ def evaluate(
     checkpoint: Annotated[str, typer.Option(help="last, best or an iteration.")] = "last",
     split: Annotated[str, typer.Option(help="valid, test or train.")] = "valid",
     no_adapter: Annotated[bool, typer.Option("--no-adapter", help="Evaluate the base model.")] = False,
+    compare_base: Annotated[
+        bool, typer.Option("--compare-base", help="Evaluate the base model too, and compare row by row.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file as well.")] = None,
     overrides: Overrides = None,
     debug: Debug = False,
@@ -69,6 +73,7 @@ def evaluate(
             checkpoint=checkpoint,
             split=split,
             no_adapter=no_adapter,
+            compare_base=compare_base,
             json_file=json_file,
             overrides=overrides or [],
         )
@@ -124,6 +129,152 @@ def bench_shapes(
 
 
 @app.command()
+def check(
+    config: Annotated[Path, typer.Argument(help="YAML config of the run.", show_default=False)],
+    show: Annotated[int, typer.Option(min=0, metavar="N", help="How many samples to show.")] = 3,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Check config and data without loading weights: counts, lengths, and samples with supervised tokens marked.
+
+    Example: gdtrain check quickstart --show 5
+    """
+    with _interruptible():
+        from gdtrain.commands.check import run_check
+
+        run_check(config, overrides or [], show=show)
+
+
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML config of a run.", show_default=False)],
+    max_seq: Annotated[bool, typer.Option("--max-seq", help="Find the longest max_seq_length that fits.")] = False,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch_size that fits.")] = False,
+    budget_gb: Annotated[
+        float | None, typer.Option(help="GB of 1e9 bytes; else what the device or machine has.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the forecast to this file as well.")] = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Forecast the peak memory of a run from its model's config.json alone, by part.
+
+    Nothing is loaded. The data need not exist, and the model may be a config.json or a folder with nothing else in it.
+
+    --set kernel=fused plans for a GPU where there is none.
+
+    Exit code 0 if the run fits the budget, tightly or not, and 2 if it will not fit.
+
+    Example: gdtrain plan quickstart --max-seq
+    """
+    with _interruptible():
+        from gdtrain.commands.plan import run_plan
+
+        run_plan(
+            config,
+            overrides or [],
+            max_seq=max_seq,
+            max_batch=max_batch,
+            budget_gb=budget_gb,
+            json_file=json_file,
+        )
+
+
+@app.command()
+def generate(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A run directory, or a model as in a config.", show_default=False),
+    ],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the user says; - is standard input.")] = "-",
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before it.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Stop after so many.")] = 256,
+    temp: Annotated[float, typer.Option(help="Temperature; 0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of the draws, where --temp is above 0.")] = None,
+    no_adapter: Annotated[bool, typer.Option("--no-adapter", help="The base model of the run.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="The base model, then the adapter.")] = False,
+    checkpoint: Annotated[str, typer.Option(help="last, best or an iteration.")] = "last",
+    base: Annotated[str | None, typer.Option("--model", help="Base, if not the one that the run names.")] = None,
+    enable_thinking: Annotated[
+        bool | None,
+        typer.Option("--enable-thinking/--no-thinking", help="Told to the chat template; else as in the run."),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write text with a run's adapter, token by token.
+
+    Figures go to standard error. Ctrl-C ends the text: exit code 130.
+
+    Example: gdtrain generate runs/quickstart --prompt "def f(x): return x" --compare
+    """
+    with _interruptible():
+        from gdtrain.commands.generate import run_generate
+
+        run_generate(
+            target,
+            prompt=prompt,
+            system=system,
+            max_tokens=max_tokens,
+            temp=temp,
+            seed=seed,
+            no_adapter=no_adapter,
+            compare=compare,
+            checkpoint=checkpoint,
+            base=base,
+            enable_thinking=enable_thinking,
+            raw=raw,
+        )
+
+
+@app.command()
+def fuse(
+    run: Annotated[Path, typer.Argument(help="A run directory.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="Folder of the new model: new or empty.", show_default=False)],
+    checkpoint: Annotated[str, typer.Option(help="last, best or an iteration.")] = "last",
+    base: Annotated[str | None, typer.Option("--model", help="Base, if not the one that the run names.")] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Write a quantised base unquantised, and lose nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Merge a run's adapter into its base: a model of its own, in the base's layout.
+
+    What the adapter does not touch (vision, multi-token prediction) is copied byte for byte.
+
+    Example: gdtrain fuse runs/quickstart --output fused
+    """
+    with _interruptible():
+        from gdtrain.commands.fuse import run_fuse
+
+        run_fuse(run, output, checkpoint=checkpoint, base=base, dequantize=dequantize)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory.", show_default=False)],
+    form: Annotated[str, typer.Option("--format", metavar="peft|mlx-lm", help="Library that is to load it.")],
+    output: Annotated[Path, typer.Option(help="Folder of the adapter: new or empty.", show_default=False)],
+    checkpoint: Annotated[str, typer.Option(help="last, best or an iteration.")] = "last",
+    base: Annotated[
+        str | None, typer.Option("--model", help="Base to name, if not the one that the run names.")
+    ] = None,
+    push_to: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face Hub as well.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a run's adapter for Hugging Face peft, or for mlx-lm without the files of the run.
+
+    Example: gdtrain export runs/quickstart --format peft --output adapter
+    """
+    with _interruptible():
+        from gdtrain.commands.export import run_export
+
+        run_export(run, output, form=form, checkpoint=checkpoint, base=base, push_to=push_to)
+
+
+@app.command()
 def doctor(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")] = None,
     debug: Debug = False,
@@ -138,6 +289,23 @@ def doctor(
         from gdtrain.commands.doctor import run_doctor
 
         run_doctor(json_file=json_file)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    debug: Debug = False,
+) -> None:
+    """Write report.html of a run anew: loss, memory and speed over its iterations, on one page that needs no network.
+
+    A run writes it itself as it goes.
+
+    Example: gdtrain report runs/quickstart
+    """
+    with _interruptible():
+        from gdtrain.commands.report import run_report
+
+        run_report(run)
 
 
 def main() -> NoReturn:

@@ -23,10 +23,7 @@ from gdtrain.config_section import (
     whole_number,
 )
 
-# Keys whose feature does not exist yet: any value but the default is refused, with this reason.
-NOT_YET: dict[str, str] = {
-    "report_to": "there is no client for tracking services; metrics.jsonl in adapter_path has every number",
-}
+SERVICES = ("wandb", "tensorboard")  # in report_to
 
 # Arguments of the schedules in mlx.optimizers, in order; those after the first `required` may be left out.
 SCHEDULES: dict[str, tuple[tuple[str, ...], int]] = {
@@ -252,8 +249,10 @@ class RunConfig(Section):
     )
     save_every: Count = Field(default=100, description="Iterations between two checkpoints.")
     keep_checkpoints: Count = Field(default=3, description="Newest checkpoints kept.")
-    report_to: Text | None = Field(default=None, description="Tracking services (wandb, swanlab).")
-    project_name: Text | None = Field(default=None, description="Project at the tracking service.")
+    report_to: list[str] | None = Field(
+        default=None, description="Where the metrics go besides: wandb, tensorboard, or both as a list or with a comma."
+    )
+    project_name: Text | None = Field(default=None, description="Project at wandb.")
 
     # Kernel and memory
     kernel: Literal["auto", "fused", "recurrent", "chunked", "replay", "reference", "native"] = Field(
@@ -284,6 +283,17 @@ class RunConfig(Section):
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, dict) else value
 
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _services(cls, value: Any) -> Any:
+        """As mlx-lm: names with commas between them, in any case, and an empty text for none."""
+        names = [name for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            names = list(dict.fromkeys(name.strip().lower() for name in names))
+            if set(names) <= set(SERVICES):
+                return names or None
+        raise ValueError(f"must be {', '.join(SERVICES)} or both, not {show(value)}")
+
     @field_validator("optimizer", mode="before")
     @classmethod
     def _any_case(cls, value: Any) -> Any:
@@ -295,11 +305,6 @@ class RunConfig(Section):
         return getattr(self.optimizer_config, self.optimizer).model_dump(exclude_none=True)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        for key, reason in NOT_YET.items():
-            value, default = getattr(self, key), type(self).model_fields[key].default
-            if value != default:
-                advice = f"{show(value)} is not available in this version ({reason}); use {key}: {show(default)}"
-                yield Contradiction((key,), advice)
         if self.data is not None and self.hf_dataset is not None:
             yield Contradiction(("hf_dataset", "data"), "set together with data; keep one of the two")
         for key in FEATURES if self.hf_dataset is not None else ():
@@ -312,8 +317,8 @@ class RunConfig(Section):
             yield Contradiction(("test", "hf_dataset"), "true needs hf_dataset.test_split")
         if self.supervise != "all" and not self.mask_prompt:
             yield Contradiction(("supervise", "mask_prompt"), f"{self.supervise} needs mask_prompt: true")
-        if self.project_name is not None and self.report_to is None:
-            yield Contradiction(("project_name", "report_to"), "would be ignored without report_to; remove it")
+        if self.project_name is not None and "wandb" not in (self.report_to or []):
+            yield Contradiction(("project_name", "report_to"), "would be ignored without report_to: wandb; remove it")
         if self.optimizer == "adafactor" and self.optimizer_config.adafactor.relative_step:
             for key in ("learning_rate", "lr_schedule"):
                 if self.was_set(key):

@@ -19,11 +19,12 @@ from gdtrain.errors import UserError
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check a config. `overrides` ("key=value", "a.b=value", values in YAML) win over the file.
+    """Read and check a config: a file, or the bare name of one that comes with gdtrain, such as quickstart.
 
+    `overrides` ("key=value", "a.b=value", values in YAML) win over the file.
     Raises UserError with one line per fault, all of them at once.
     """
-    source = _read(Path(path))
+    source = _read(shipped_config(Path(path)) or Path(path))
     for override in overrides:
         source.apply(override)
     config, found = _validate(source.values)
@@ -31,6 +32,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if source.faults or config is None:
         raise UserError("\n".join(fault.text for fault in sorted(source.faults, key=lambda fault: fault.order)))
     return config
+
+
+def shipped_config(path: Path) -> Path | None:
+    """The file of the config that comes with gdtrain under this bare name, if no file here has that name."""
+    file = _SHIPPED / f"{path}.yaml"
+    return file if len(path.parts) == 1 and file.is_file() and not path.is_file() else None
+
+
+def shipped_configs() -> list[str]:
+    """The names that `shipped_config` knows."""
+    return sorted(file.stem for file in _SHIPPED.glob("*.yaml"))
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -46,6 +58,8 @@ def dump_yaml(config: RunConfig) -> str:
     values["optimizer_config"] = {name: chosen for name, chosen in arguments.items() if chosen}
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
+
+_SHIPPED = Path(__file__).with_name("configs")  # in the repository a link to configs/
 
 # PyYAML reads 1e-5 as text because YAML 1.1 wants a dot; mlx-lm adds the same rule.
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
@@ -127,7 +141,9 @@ def _read(path: Path) -> _Source:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        bare = len(path.parts) == 1
+        names = f"; accepted: a YAML file, or {', '.join(shipped_configs())}" if bare else ""
+        raise UserError(f"{path}: no such file{names}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:

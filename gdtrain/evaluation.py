@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.nn as nn
 
@@ -18,13 +18,15 @@ from gdtrain.model.head import find_head
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean cross-entropy per supervised token, nats. tokens_per_second: all positions, padding left out."""
+    """loss: mean cross-entropy per supervised token, nats. tokens_per_second: all positions, padding left out.
+    row_losses: that of each row by its index, where rows were evaluated one by one."""
 
     loss: float
     rows: int
     supervised_tokens: int
     tokens_per_second: float
     seconds: float
+    row_losses: dict[int, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -38,6 +40,7 @@ def evaluate(
     batch_size: int,
     max_seq_length: int,
     batches: int = -1,
+    one_by_one: bool = False,
     cache_threshold: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -45,6 +48,7 @@ def evaluate(
 
     Args:
         batches: how many batches to take, spread evenly over the lengths; -1 for all.
+        one_by_one: whether each of their rows is a batch of its own, which gives row_losses, and takes longer.
         progress: called with (batches done, batches in all).
 
     Raises:
@@ -55,6 +59,9 @@ def evaluate(
     start, vocabulary = time.perf_counter(), find_head(model).vocabulary
     total, supervised, positions, rows = 0.0, 0, 0, 0
     chosen = eval_batches(samples, batch_size, limit=None if batches == -1 else batches)
+    if one_by_one:
+        chosen = [[i] for batch in chosen for i in batch]
+    row_losses: dict[int, float] = {}
     try:
         for done, indices in enumerate(chosen, start=1):
             batch = collate(samples, indices, max_tokens=max_seq_length)
@@ -63,6 +70,8 @@ def evaluate(
                 places = ", ".join(samples[i].where for i in batch.rows)
                 raise TrainingStopped(f"the loss of these rows is {loss}: {places}")
             total += loss
+            if one_by_one:
+                row_losses[batch.rows[0]] = loss / batch.supervised_tokens
             supervised += batch.supervised_tokens
             positions += sum(len(samples[i].ids) - 1 for i in indices)
             rows += len(indices)
@@ -72,4 +81,4 @@ def evaluate(
     finally:
         model.train(was_training)
     seconds = time.perf_counter() - start
-    return Evaluation(total / supervised, rows, supervised, positions / seconds, seconds)
+    return Evaluation(total / supervised, rows, supervised, positions / seconds, seconds, row_losses)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gdtrain.config import NOT_YET, SCHEDULES, LoraParameters, OptimizerConfig, RunConfig
+from gdtrain.config import SCHEDULES, LoraParameters, OptimizerConfig, RunConfig
 from gdtrain.config_file import dump_yaml, load_config
 from gdtrain.config_section import Section
 from gdtrain.errors import UserError
@@ -332,7 +332,11 @@ def test_every_alias_points_at_a_key():
         ("lora_parameters:\n  rslora: true", "c.yaml:4: lora_parameters.rslora: true needs alpha"),
         ("hf_dataset: {path: x}", "c.yaml:3: hf_dataset: set together with data"),
         ("supervise: last", "c.yaml:3: supervise: last needs mask_prompt: true"),
-        ("project_name: x", "c.yaml:3: project_name: would be ignored without report_to"),
+        ("project_name: x", "c.yaml:3: project_name: would be ignored without report_to: wandb"),
+        (
+            "project_name: x\nreport_to: tensorboard",
+            "c.yaml:3: project_name: would be ignored without report_to: wandb",
+        ),
     ],
 )
 def test_contradictions(faults, text, message):
@@ -371,14 +375,32 @@ def test_hub_dataset_faults(faults):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("report_to", "wandb")],
+    ("text", "names"),
+    [
+        ("wandb", ["wandb"]),
+        ("TensorBoard", ["tensorboard"]),
+        ("wandb, tensorboard", ["wandb", "tensorboard"]),
+        ("[tensorboard, wandb]", ["tensorboard", "wandb"]),
+        ("' wandb,wandb,'", ["wandb"]),
+        ("''", None),
+        ("[]", None),
+        ("null", None),
+    ],
 )
-def test_what_is_not_built_yet_is_refused(faults, load, key, value):
-    (line,) = faults(f"{key}: {value}\n")
-    assert line.startswith(f"c.yaml:3: {key}: ")
-    assert f"not available in this version ({NOT_YET[key]}); use {key}: null" in line
-    load(f"{key}: null\n")
+def test_services(load, text, names):
+    config = load(f"report_to: {text}\n")
+    assert config.report_to == names
+    assert load(dump_yaml(config), base="").report_to == names
+
+
+@pytest.mark.parametrize("text", ["swanlab", "wandb,swanlab", "[wandb, '']", "[wandb, 3]", "true", "{}"])
+def test_what_is_not_a_service(faults, text):
+    (line,) = faults(f"report_to: {text}\n")
+    assert line.startswith("c.yaml:3: report_to: must be wandb, tensorboard or both, not ")
+
+
+def test_project(load):
+    assert load("report_to: wandb,tensorboard\nproject_name: x\n").project_name == "x"
 
 
 def test_columns_of_the_data(faults, load):
@@ -399,7 +421,7 @@ def test_columns_of_the_data(faults, load):
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
     lines = faults(
         "learning_rate: abc\n"  # 3
-        "report_to: wandb\n"
+        "report_to: swanlab\n"
         "lora_parameters:\n"
         "  rnak: 4\n"  # 6
         "  alpha: 1\n"

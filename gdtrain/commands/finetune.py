@@ -9,56 +9,59 @@ from gdtrain.data.stdlib import STDLIB
 from gdtrain.errors import UserError
 from gdtrain.evaluation import evaluate
 from gdtrain.memory import limits_in_effect, set_limits
-from gdtrain.model.adapter import ADAPTER_FILE, check_adapter_file, load_adapter
-from gdtrain.model.swap import check_kernel
+from gdtrain.model.adapter import load_adapter
+from gdtrain.model.load import find_model
 from gdtrain.model.tiny_path import TINY
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.header import describe, header_lines
+from gdtrain.run_directory import make_run_directory, run_directory
+from gdtrain.run_lock import run_lock
 from gdtrain.session import Session, adapt_as, open_data, open_session
 from gdtrain.training.dry_step import dry_step
+from gdtrain.training.fingerprint import take_fingerprint
 from gdtrain.training.forecast import forecast
 from gdtrain.training.loop import train
-from gdtrain.training.run_directory import check_run_directory, make_run_directory, run_directory
-from gdtrain.training.run_plan import notes, plan_run
+from gdtrain.training.resume import check_contents, find_resume
+from gdtrain.training.run_plan import check_places, notes, plan_run
 from gdtrain.training.step import build_step, compile_policy
 
 
-def run_finetune(config_file: Path, overrides: list[str], *, dry_run: bool = False) -> None:
+def run_finetune(config_file: Path, overrides: list[str], *, resume: bool = False, dry_run: bool = False) -> None:
     """Train, or with dry_run try one step and write nothing; raises UserError, TrainingStopped or Interrupted, which
     are for cli.py."""
     console = RunConsole()
     config = load_config(config_file, overrides)
     folder = run_directory(config.adapter_path)
-    check_kernel(config.kernel)
-    if config.train:
-        check_run_directory(folder)
-        if config.resume_adapter_file is not None:
-            check_adapter_file(Path(config.resume_adapter_file).expanduser())
-    elif dry_run:
+    if resume and (dry_run or not config.train):
+        raise UserError("--resume goes on with a run; accepted: train: true, and no --dry-run")
+    if dry_run and not config.train:
         raise UserError("--dry-run tries a training step, and train: false leaves none; accepted: train: true")
-    elif config.test:
-        check_adapter_file(folder / ADAPTER_FILE)
-    else:
-        raise UserError("train: false and test: false leave nothing to do")
+    check_places(config, resume=resume)
     console.line("# resolved config\n" + dump_yaml(with_absolute_paths(config)))
     limits = set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
     for note in (*limits, *notes(config)):
         console.line(f"note: {note}")
 
     if config.train:
-        session = _train(config, folder, console, dry_run)
+        session = _train(config, folder, console, resume=resume, dry_run=dry_run)
     else:  # as in mlx-lm: the test loss of the adapter in adapter_path
-        session = open_session(config, open_data(config, ["test"], console.line))
+        session = open_session(config, open_data(config, ["test"], console.line), console.line)
         load_adapter(session.model, folder)
     if config.test and not dry_run:
         _test(session, console)
 
 
-def _train(config: RunConfig, folder: Path, console: RunConsole, dry_run: bool) -> Session:
+def _train(config: RunConfig, folder: Path, console: RunConsole, *, resume: bool, dry_run: bool) -> Session:
+    checkpoint = find_resume(folder, config, console.line) if resume else None
     data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
     batches, iterations = plan_run(config, data, console.line)
-    session = open_session(config, data)
-    adaptation = adapt_as(config, session.model)
+    session = open_session(config, data, console.line)
+    fingerprint = take_fingerprint(config, data.samples, find_model(config.model).folder)
+    if checkpoint is not None:
+        check_contents(checkpoint, fingerprint)
+    adaptation = adapt_as(config, session.model, load_file=checkpoint is None)
+    for note in adaptation.notes:
+        console.line(note)
     policy = compile_policy(config.compile)
     limits = limits_in_effect(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
     header = describe(session, adaptation, policy.compiled, policy.reason) | {"iterations": iterations} | limits
@@ -77,10 +80,22 @@ def _train(config: RunConfig, folder: Path, console: RunConsole, dry_run: bool) 
         for line in forecast(config, batches, iterations, tried):
             console.line(line)
         return session
-    if moved := make_run_directory(folder, dump_yaml(with_absolute_paths(config))):
-        console.line(f"{folder} held an earlier run or adapter; it is now in {moved}")
-    header |= tried.record()
-    train(session, adaptation, batches, step, iterations=iterations, header=header, console=console)
+    with run_lock(folder, console.line):
+        if moved := make_run_directory(folder, dump_yaml(with_absolute_paths(config)), resume=resume):
+            console.line(f"{folder} held an earlier run or adapter; it is now in {moved}")
+        if checkpoint is not None:
+            console.line(f"resumed from {checkpoint.folder}, iteration {checkpoint.iteration} of {iterations}")
+        train(
+            session,
+            adaptation,
+            batches,
+            step,
+            iterations=iterations,
+            header=header | tried.record(),
+            fingerprint=fingerprint,
+            resume=checkpoint,
+            console=console,
+        )
     console.line(f"saved: {folder}")
     return session
 

@@ -1,5 +1,6 @@
-"""The wording of faults: every fault is collected before the user is told, and the list stays readable."""
+"""The wording of faults: every fault is counted before the user is told, and the list stays readable."""
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from gdtrain.errors import UserError
@@ -7,11 +8,31 @@ from gdtrain.errors import UserError
 SHOWN = 20
 
 
-def raise_faults(title: str, faults: list[str]) -> NoReturn:
-    """Raises one UserError: the title, at most 20 faults, one a line, and how many more there are."""
+class Faults:
+    """All that is wrong with the data: how much, and the first SHOWN of it, however much there is."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, fault: str) -> None:
+        self.count += 1
+        if self.count <= SHOWN:
+            self.first.append(fault)
+
+    def raise_any(self) -> None:
+        """Raises UserError if there are faults."""
+        if self.count:
+            count = f"{self.count} fault{'s' if self.count > 1 else ''}"
+            raise_faults(f"the data cannot be used: {count}", self.first, self.count)
+
+
+def raise_faults(title: str, faults: Sequence[str], count: int | None = None) -> NoReturn:
+    """Raises one UserError: the title, at most 20 faults, one a line, and how many more of `count` there are."""
     lines = [title, *faults[:SHOWN]]
-    if len(faults) > SHOWN:
-        lines.append(f"... and {len(faults) - SHOWN} more")
+    more = (len(faults) if count is None else count) - SHOWN
+    if more > 0:
+        lines.append(f"... and {more} more")
     raise UserError("\n".join(lines))
 
 

@@ -12,9 +12,10 @@ COLUMNS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Alpaca": (("instruction", "output"), ("input", "system")),
     "ShareGPT": (("conversations",), ("system",)),
 }
+# messages: the column of them.
 MEANING: dict[Layout, str] = {
     "Alpaca": "instruction, a blank line and input (if there is one) are the user's message, output is the answer",
-    "ShareGPT": "conversations are the messages, from is the role, value the content",
+    "ShareGPT": "{messages} are the messages, from is the role, value the content",
 }
 # What ShareGPT files write in `from`, and the role it stands for.
 SPEAKERS = {

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gdtrain.data.conversation import Sample, encode
+from gdtrain.data.conversation import Sample, encode_all
 from gdtrain.data.faults import SHOWN, raise_faults
 from gdtrain.data.schema import Record
 from gdtrain.errors import UserError
@@ -63,6 +63,8 @@ def prepare(
 ) -> tuple[list[Sample], Counts]:
     """Tokenises the records, in their order, and settles what to do with long ones and with those that teach nothing.
 
+    Memory grows with the tokens that are kept, 5 bytes each, and with nothing else: records are taken one at a time.
+
     on_long: a row of more than max_seq_length tokens keeps its first max_seq_length, is dropped, or is an error. A
     row without a target is dropped and counted. The other arguments are those of `encode`.
     Raises UserError for rows that cannot be encoded or are too long with on_long="error" (each named), and when
@@ -75,16 +77,14 @@ def prepare(
     samples: list[Sample] = []
     counts = Counts(max_seq_length)
     faults: list[str] = []
-    for record in records:
+    for sample in encode_all(
+        records, tokenizer, mask_prompt=mask_prompt, supervise=supervise, enable_thinking=enable_thinking
+    ):
         if len(faults) == SHOWN:
             faults.append("(the rows after these were not looked at)")
             break
-        try:
-            sample = encode(
-                record, tokenizer, mask_prompt=mask_prompt, supervise=supervise, enable_thinking=enable_thinking
-            )
-        except UserError as error:
-            faults.append(str(error))
+        if isinstance(sample, UserError):
+            faults.append(str(sample))
             continue
         if len(sample.ids) > max_seq_length and on_long == "error":
             faults.append(f"{sample.where}: {len(sample.ids)} tokens, but max_seq_length is {max_seq_length}")

@@ -6,6 +6,7 @@ A row that has none of them may have the layout of another tool, see layouts.py.
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from gdtrain.data.faults import name_type
@@ -21,7 +22,7 @@ MESSAGE_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """One checked row of the data.
 
@@ -33,6 +34,7 @@ class Record:
     tools: a non-empty list of objects, or None.
     where: where the row stands, such as "train.jsonl:7".
     layout: of the row before it was brought into messages, if it was not one of the three kinds.
+    column: of the messages in a row of kind chat, else "".
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Record:
     tools: list[dict[str, Any]] | None
     where: str
     layout: Layout | None = None
+    column: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Columns:
         """Those of them that are not the usual names."""
         return {name for field, name in zip(KINDS[kind], self.of(kind), strict=True) if name != field}
 
+    @cached_property
     def kinds(self) -> list[str]:
         """The kinds that a record may have: not those of which a column was given to another kind."""
         return [
@@ -98,7 +102,7 @@ def parse_record(row: Any, where: str, columns: Columns) -> tuple[Record, list[s
     names = columns.of(kind) if layout is None else tuple(name for group in COLUMNS[layout] for name in group)
     used = {*names, *([columns.tools] if kind != "text" else [])}
     unused = [str(key) for key in row if key not in used and row[key] is not None]
-    text, messages = None, []
+    text, messages, name = None, [], ""
     if kind == "chat":
         first: list[dict[str, Any]] = []
         given, name = row.get(columns.messages), columns.messages
@@ -120,12 +124,12 @@ def parse_record(row: Any, where: str, columns: Columns) -> tuple[Record, list[s
             messages = [{"role": role, "content": value} for role, value in zip(roles, values, strict=True)]
     if faults:
         raise RecordFaults(faults)
-    return Record(kind, text, tuple(messages), tools, where, layout), unused
+    return Record(kind, text, tuple(messages), tools, where, layout, name), unused
 
 
 def _kind_of(row: dict[str, Any], columns: Columns) -> tuple[str, Layout | None]:
     # A column that is null is absent: Hub data sets fill the columns that a row lacks with null.
-    accepted_kinds = columns.kinds()
+    accepted_kinds = columns.kinds
     present = [kind for kind in accepted_kinds if all(row.get(name) is not None for name in columns.of(kind))]
     if len(present) == 1:
         return present[0], None

@@ -3,12 +3,13 @@
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdtrain.data.faults import name_type
+from gdtrain.data.json_list import JsonListError, read_json_list
 from gdtrain.data.schema import Columns
 from gdtrain.errors import UserError
 
@@ -34,11 +35,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one split of a Hub data set. `rows` can be read once."""
+    """One file, or one split of a Hub data set.
+
+    name: how every row's place begins. rows: reads them from the first, one at a time, as often as it is called.
+    """
 
     split: str
     name: str
-    rows: Iterable[Row]
+    rows: Callable[[], Iterator[Row]]
     columns: Columns = field(default_factory=Columns)
 
 
@@ -96,7 +100,7 @@ def _directory(path: Path, columns: Columns) -> tuple[list[Source], list[str]]:
         files = [file for suffix in READERS if (file := path / f"{split}{suffix}").is_file()]
         if len(files) > 1:
             raise UserError(f"data: {path} has {' and '.join(file.name for file in files)}; keep one file a split")
-        sources += [Source(split, file.name, READERS[file.suffix](file, columns), columns) for file in files]
+        sources += [Source(split, file.name, partial(READERS[file.suffix], file, columns), columns) for file in files]
     others = sorted(f.name for f in path.iterdir() if f.suffix in READERS and f.stem in LIKELY_MISNAMED)
     names = ", ".join(others)
     return sources, [f"{path}: not read: {names} (the splits are train, valid and test)"] if others else []
@@ -127,21 +131,20 @@ def _json_lines(path: Path, _: Columns) -> Iterator[Row]:
 
 def _json_list(path: Path, _: Columns) -> Iterator[Row]:
     accepted = f"a list of objects is accepted (JSON Lines are read from {path.stem}.jsonl)"
+    number = 0
     try:
         with _open(path) as file:
-            values = json.loads(file.read().decode("utf-8-sig"))
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError as error:
-        yield Row(f"{path.name}:{error.lineno}", None, f"not valid JSON: {error.msg}; {accepted}")
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+            for number, value in enumerate(read_json_list(file), start=1):
+                json.dumps(value, ensure_ascii=False).encode("utf-8")
+                yield Row(f"{path.name}:item {number}", value)
+    except JsonListError as error:
+        yield Row(f"{path.name}:{error.line}" if error.line else path.name, None, f"{error}; {accepted}")
+    except UnicodeEncodeError as error:
+        yield Row(f"{path.name}:item {number}", None, f"not valid UTF-8 text ({error.reason}); UTF-8 is accepted")
+    except UnicodeDecodeError as error:
         yield Row(path.name, None, f"not valid UTF-8 text ({error.reason}); UTF-8 is accepted")
     except RecursionError:
-        yield Row(path.name, None, "nested too deeply to be read")
-    else:
-        if isinstance(values, list):
-            yield from (Row(f"{path.name}:item {i}", value) for i, value in enumerate(values, start=1))
-        else:
-            yield Row(path.name, None, f"{name_type(values)} instead of a list; {accepted}")
+        yield Row(f"{path.name}:item {number + 1}", None, "nested too deeply to be read")
 
 
 def _csv(path: Path, columns: Columns) -> Iterator[Row]:
@@ -203,7 +206,7 @@ def _hub_dataset(name: str, columns: Columns) -> tuple[list[Source], list[str]]:
         found = [alias for alias in HUB_ALIASES.get(split, (split,)) if alias in data]
         if found:
             place = f"{name}[{found[0]}]"
-            sources.append(Source(split, place, _hub_rows(data[found[0]], place), columns))
+            sources.append(Source(split, place, partial(_hub_rows, data[found[0]], place), columns))
     if unused := sorted(set(data) - {source.name.partition("[")[2][:-1] for source in sources}):
         notes.append(f"{name}: splits not read: {', '.join(unused)}")
     return sources, notes
@@ -220,7 +223,7 @@ def _hub_entry(entry: Any) -> Iterator[Source]:
         if part:
             name = f"{path}[{part}]"
             rows = _load(path, f"hf_dataset: {name} cannot be loaded", split=part, **config)
-            yield Source(split, name, _hub_rows(rows, name), columns)
+            yield Source(split, name, partial(_hub_rows, rows, name), columns)
 
 
 def _load(name: str, failure: str, /, **arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from gdtrain.data.cache_folder import cache_folder
 from gdtrain.data.sources import SPLITS
 from gdtrain.errors import UserError
 
@@ -53,7 +54,7 @@ def build_stdlib_dataset(cache_root: Path | None = None) -> Path:
     docstring}. All functions of a file are in the same split. Beside them lies dataset.json: the records of each
     split, and how many functions were left out and why.
 
-    cache_root: the folder for caches; by default $XDG_CACHE_HOME, or ~/.cache.
+    cache_root: the folder for caches; by default the user's.
     Raises UserError when the library's sources are missing or the folder cannot be written.
     """
     folder = _cache_folder(cache_root)
@@ -196,12 +197,9 @@ def _reason_to_leave_out(prompt: str | None, completion: str) -> str | None:
 
 def _cache_folder(cache_root: Path | None) -> Path:
     """Named after the Python version, this builder and the library's place, so that none is taken for another."""
-    if cache_root is None:
-        # The XDG specification: a relative path there is to be ignored.
-        configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        cache_root = configured if configured.is_absolute() else Path(os.path.expanduser("~/.cache"))
+    root = cache_folder() if cache_root is None else cache_root / "gdtrain"
     builder = hashlib.sha256(Path(__file__).read_bytes() + os.fsencode(_stdlib_root())).hexdigest()[:10]
-    return cache_root / "gdtrain" / STDLIB / f"{platform.python_version()}-{builder}"
+    return root / STDLIB / f"{platform.python_version()}-{builder}"
 
 
 def _is_complete(folder: Path) -> bool:

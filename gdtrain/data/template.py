@@ -11,6 +11,7 @@ the second render counts only if, without the marks, it equals the first.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 Render = Callable[..., str]  # (messages, tools, add_generation_prompt) -> text
@@ -84,8 +85,7 @@ def find_turns(
     starts with it, else right after its header. One extent for each message of role assistant.
     Raises TemplateError when the turns do not come out one for one.
     """
-    fragile = tuple({*template.ends, *template.openers, template.header.strip()})
-    tails = tuple({token[:n] for token in fragile for n in range(2, len(token))})
+    fragile, tails = _fragile(template)
     said = [{key: value for key, value in message.items() if key != "role"} for message in messages]
     mark, marked = "", text
     if _holds_any([said, tools], fragile, tails):
@@ -162,6 +162,13 @@ def _common(texts: Sequence[str], added: list[str]) -> str:
 def _first_end(text: str, added: list[str]) -> str:
     found = [(text.find(token), token) for token in added if token in text]
     return min(found)[1] if found else ""
+
+
+@cache
+def _fragile(template: Template) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The strings that must stay whole, and what a content may end with that the template may complete to one."""
+    fragile = tuple(sorted({*template.ends, *template.openers, template.header.strip()}))
+    return fragile, tuple(sorted({token[:n] for token in fragile for n in range(2, len(token))}))
 
 
 def _holds_any(value: Any, needles: tuple[str, ...], tails: tuple[str, ...] = ()) -> bool:

@@ -1,6 +1,8 @@
 """The adapter on disk, in the form that stock mlx_lm loads: adapters.safetensors and adapter_config.json."""
 
 import json
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,13 +11,26 @@ import mlx.nn as nn
 
 from gdtrain.arrays import flat
 from gdtrain.errors import UserError
+from gdtrain.files import say_fault, write_tensors, write_text
 from gdtrain.model.lora import Adaptation, adapt
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 
 
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What is on disk. base: the model's folder or Hub id, None where it is not said. lora: rank, scale and perhaps
+    dropout and keys; None of an adapter in full."""
+
+    weights: dict[str, mx.array]
+    base: str | None
+    fine_tune_type: str
+    num_layers: int
+    lora: dict[str, Any] | None
+
+
 def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptation, base: str) -> None:
-    """Write adapters.safetensors and adapter_config.json, each beside its place and then renamed.
+    """Write adapters.safetensors and adapter_config.json, each whole or not at all, and the weights read back.
 
     Args:
         weights: the trainable parameters by name.
@@ -32,15 +47,10 @@ def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptat
     }
     mx.eval(weights)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"partial-{ADAPTER_FILE}"
-        mx.save_safetensors(str(partial), weights, metadata={"format": "mlx"})
-        partial.replace(folder / ADAPTER_FILE)
-        partial = folder / f"partial-{ADAPTER_CONFIG}"
-        partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder / ADAPTER_CONFIG)
+        write_tensors(folder / ADAPTER_FILE, weights)
+        write_text(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
     except (OSError, RuntimeError) as error:
-        raise UserError(f"adapter: {folder} cannot be written: {error}") from error
+        raise UserError(f"adapter: {folder} cannot be written: {say_fault(error, folder)}") from error
 
 
 def load_adapter_weights(model: nn.Module, file: Path) -> None:
@@ -49,23 +59,7 @@ def load_adapter_weights(model: nn.Module, file: Path) -> None:
     Raises:
         UserError: the file is missing or unreadable, or a tensor is missing, unexpected or of another shape.
     """
-    check_adapter_file(file)
-    try:
-        weights = cast(dict[str, mx.array], mx.load(str(file), format="safetensors"))
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"adapter: {file} cannot be read: {error}") from error
-    expected = flat(model.trainable_parameters())
-    faults = [f"{name} is missing" for name in expected.keys() - weights.keys()]
-    faults += [f"{name} is not a trainable parameter of this model" for name in weights.keys() - expected.keys()]
-    faults += [
-        f"{name} has shape {weights[name].shape}; accepted here: {expected[name].shape}"
-        for name in weights.keys() & expected.keys()
-        if weights[name].shape != expected[name].shape
-    ]
-    if faults:
-        shown = "\n  ".join(sorted(faults)[:20])
-        raise UserError(f"adapter: {file} does not fit the model ({len(faults)} faults):\n  {shown}")
-    model.load_weights([(name, x.astype(expected[name].dtype)) for name, x in weights.items()], strict=False)
+    _fit(model, _read_weights(file), file)
 
 
 def check_adapter_file(file: Path) -> None:
@@ -99,10 +93,61 @@ def load_adapter(model: nn.Module, folder: Path) -> Adaptation:
     Raises:
         UserError: a file is missing or faulty, or does not fit the model.
     """
-    kind, blocks, lora = _read_config(folder / ADAPTER_CONFIG)
-    adaptation = adapt(model, fine_tune_type=kind, num_layers=blocks, **(lora or {}))
-    load_adapter_weights(model, folder / ADAPTER_FILE)
+    adapter = read_adapter(folder)
+    adaptation = adapt(
+        model, fine_tune_type=adapter.fine_tune_type, num_layers=adapter.num_layers, **(adapter.lora or {})
+    )
+    _fit(model, adapter.weights, folder / ADAPTER_FILE)
     return adaptation
+
+
+def read_adapter(folder: Path) -> AdapterFiles:
+    """Read an adapter without its base.
+
+    Raises:
+        UserError: a file is missing or faulty, or they are of different ranks.
+    """
+    file = folder / ADAPTER_CONFIG
+    kind, blocks, lora = _read_config(file)
+    weights = _read_weights(folder / ADAPTER_FILE)
+    ranks = Counter(rank for name, x in weights.items() if (rank := _rank(name, x)) is not None)
+    if lora is not None and ranks.keys() - {lora["rank"]}:
+        found = ", ".join(f"{rank} ({count} tensors)" for rank, count in sorted(ranks.items()))
+        raise UserError(f"adapter: {file} says rank {lora['rank']}; that of {ADAPTER_FILE} is {found}")
+    base = json.loads(file.read_text(encoding="utf-8")).get("model")
+    return AdapterFiles(weights, base if isinstance(base, str) else None, kind, blocks, lora)
+
+
+def _read_weights(file: Path) -> dict[str, mx.array]:
+    check_adapter_file(file)
+    try:
+        return cast(dict[str, mx.array], mx.load(str(file), format="safetensors"))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"adapter: {file} cannot be read: {error}") from error
+
+
+def _fit(model: nn.Module, weights: dict[str, mx.array], file: Path) -> None:
+    """Load all of them, or none and say every fault."""
+    expected = flat(model.trainable_parameters())
+    faults = [f"{name} is missing" for name in expected.keys() - weights.keys()]
+    faults += [f"{name} is not a trainable parameter of this model" for name in weights.keys() - expected.keys()]
+    for name in weights.keys() & expected.keys():
+        x, ours = weights[name], expected[name]
+        if x.shape != ours.shape:
+            fault = f"{name} has shape {x.shape}; accepted here: {ours.shape}"
+            ranks = _rank(name, x), _rank(name, ours)
+            faults.append(fault if ranks[0] == ranks[1] else f"{fault} (rank {ranks[0]}, not {ranks[1]})")
+    if faults:
+        shown = "\n  ".join(sorted(faults)[:20])
+        raise UserError(f"adapter: {file} does not fit the model ({len(faults)} faults):\n  {shown}")
+    model.load_weights([(name, x.astype(expected[name].dtype)) for name, x in weights.items()], strict=False)
+
+
+def _rank(name: str, x: mx.array) -> int | None:
+    """Of a matrix of LoRA or a stack of them, (E, r, in) and (E, out, r); None for other tensors."""
+    leaf = name.rpartition(".")[2]
+    axis = {("lora_a", 2): 1, ("lora_b", 2): 0, ("lora_a", 3): 1, ("lora_b", 3): 2}.get((leaf, x.ndim))
+    return None if axis is None else x.shape[axis]
 
 
 def _read_config(file: Path) -> tuple[str, int, dict[str, Any] | None]:

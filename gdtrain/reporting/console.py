@@ -24,22 +24,23 @@ class RunConsole:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def targets(self, targets: list[Target]) -> None:
-        """One row per adapted projection, and their sum."""
-        table = Table("trained in each block", "blocks", "parameters", box=None, pad_edge=False)
+        """One row per adapted projection, or in full fine-tuning per parameter of a block; shapes are (out, in)."""
+        table = Table("trained in each block", "blocks", "shape", "parameters", box=None, pad_edge=False)
         table.columns[0].overflow = "fold"
         for column in table.columns[1:]:
             column.justify = "right"
         for target in targets:
-            table.add_row(target.name, f"{target.blocks}", f"{target.parameters:,}")
+            shape = "x".join(map(str, target.shape))
+            table.add_row(target.name, f"{target.blocks}", shape, f"{target.parameters:,}")
         self.console.print(table)
 
     @contextmanager
-    def training(self, iterations: int) -> Iterator[None]:
-        """Show the progress bar while the context is open."""
+    def training(self, iterations: int, done: int) -> Iterator[None]:
+        """Show the progress bar while the context is open. done: iterations of before, of a resumed run."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         with self._progress:
-            self._train = self._progress.add_task("training", total=iterations)
+            self._train = self._progress.add_task("training", total=iterations, completed=done)
             self._validation = self._progress.add_task("validating", visible=False)
             yield
 

@@ -2,21 +2,31 @@
 
 import json
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from gdtrain.errors import UserError
+from gdtrain.reporting.sinks import Sink
 
 
 class MetricsFile:
-    """Appends records to a file; a context manager. Floats that are not finite become null, which JSON can hold.
+    """Appends records to a file, and hands each to the sinks; a context manager. Floats that are not finite become
+    null, which JSON can hold.
 
     Raises UserError when a record cannot be written, for example because the disk is full.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        """What a process that was killed left of a last line is cut off, so that every line is a record."""
+        self._sinks = sinks
+        try:
+            _cut_last_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"adapter_path: {path} cannot be written: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -24,12 +34,31 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """The fault of a sink never hides the one that ends the run."""
         self._file.close()
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except UserError:
+                if error is None:
+                    raise
 
-    def write(self, kind: str, **values: Any) -> None:
+    def write(self, kind: str, iteration: int, **values: Any) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         try:
-            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.write(json.dumps({"kind": kind, "iteration": iteration, **values}) + "\n")
             self._file.flush()
         except OSError as error:
             raise UserError(f"adapter_path: {self._file.name} cannot be written: {error.strerror}") from error
+        for sink in self._sinks:
+            sink.log(kind, iteration, values)
+
+
+def _cut_last_line(path: Path) -> None:
+    """Unless it has its end; a record is no longer than a megabyte."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - 2**20))
+        file.truncate(start + file.read().rfind(b"\n") + 1)

@@ -11,13 +11,13 @@ from mlx.utils import tree_map
 from gdtrain.arrays import scalar
 from gdtrain.data.batches import Batch
 from gdtrain.data.conversation import Sample
-from gdtrain.memory import clear_cache_above, is_out_of_memory, read_memory
+from gdtrain.memory import clear_cache_above, read_memory
 from gdtrain.random_state import read_random_state, set_random_state
 from gdtrain.session import Session
 from gdtrain.training.optimizer import build_optimizer
 from gdtrain.training.recompute import recomputed_blocks
 from gdtrain.training.step import LossAndGradients, Window, accumulate
-from gdtrain.training.stops import guard, out_of_memory
+from gdtrain.training.stops import explain_stop, guard
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,10 @@ def dry_step(session: Session, step: LossAndGradients, batch: Batch) -> DryStep:
         with recomputed_blocks(model.layers, config.grad_checkpoint):
             _step(session, step, batch, places)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        stop = explain_stop(error, _name(batch, samples), config, len(model.layers))
+        if stop is error:
             raise
-        raise out_of_memory(error, _name(batch, samples), config) from error
+        raise stop from error
     finally:
         model.train(was_training)
         set_random_state(random)
@@ -99,6 +100,4 @@ def _step(session: Session, step: LossAndGradients, batch: Batch, places: list[s
 def _name(batch: Batch, samples: list[Sample]) -> str:
     longest = max((samples[i] for i in batch.rows), key=lambda sample: len(sample.ids))
     rows, positions = batch.inputs.shape
-    return (
-        f"longest batch, {rows} x {positions} positions, its longest row {longest.where} with {len(longest.ids)} tokens"
-    )
+    return f"longest batch, B = {rows}, T = {positions}, its longest row {longest.where} with {len(longest.ids)} tokens"

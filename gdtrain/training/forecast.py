@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from gdtrain.config import RunConfig
 from gdtrain.data.batches import RunBatches
 from gdtrain.model.adapter import ADAPTER_FILE
+from gdtrain.run_directory import CONFIG_FILE, METRICS_FILE, list_checkpoints, run_directory
 from gdtrain.training.dry_step import DryStep
-from gdtrain.training.run_directory import CONFIG_FILE, METRICS_FILE, list_checkpoints, run_directory
 
 
 def forecast(config: RunConfig, batches: RunBatches, iterations: int, tried: DryStep) -> Iterator[str]:

@@ -13,13 +13,19 @@ from gdtrain.memory import clear_cache_above, read_memory
 from gdtrain.model.lora import Adaptation
 from gdtrain.reporting.console import RunConsole
 from gdtrain.reporting.metrics import MetricsFile
+from gdtrain.reporting.report_file import LiveReport
+from gdtrain.reporting.sinks import open_sinks
+from gdtrain.run_directory import METRICS_FILE, run_directory
 from gdtrain.session import Session
+from gdtrain.training.checkpoint import Checkpoint
+from gdtrain.training.fingerprint import Fingerprint
 from gdtrain.training.optimizer import build_optimizer
 from gdtrain.training.progress import Report, Validations
 from gdtrain.training.recompute import recomputed_blocks
-from gdtrain.training.run_directory import METRICS_FILE, run_directory
 from gdtrain.training.run_files import RunFiles, Weights
+from gdtrain.training.run_state import RunState
 from gdtrain.training.step import LossAndGradients, Window, accumulate
+from gdtrain.training.stop_requests import StopRequests, stop_requests
 from gdtrain.training.stops import explain_stop, guard
 
 
@@ -31,9 +37,11 @@ def train(
     *,
     iterations: int,
     header: dict[str, Any],
+    fingerprint: Fingerprint,
+    resume: Checkpoint | None,
     console: RunConsole,
 ) -> None:
-    """Train as the config says, into its run directory, which exists and is empty of earlier runs.
+    """Train as the config says, into its run directory, which exists and holds no other run.
 
     Iterations are batches, as in mlx-lm; a validation or checkpoint at iteration N comes after N batches, and the
     validation at 0 is of the untrained adapter. The last accumulation window is applied even when it is not full;
@@ -42,19 +50,27 @@ def train(
     Args:
         batches: of the session's training rows.
         step: that of `build_step` for the session's model.
-        header: the first record of metrics.jsonl.
+        header: the first record of metrics.jsonl; of a resumed run, the first of its part.
+        fingerprint: of this run, kept in its checkpoints.
+        resume: where to go on from; the numbers are then those of a run that never stopped.
 
     Raises:
         TrainingStopped: a loss or gradient that is not finite, or no memory; the last good adapter is saved.
-        Interrupted: Ctrl-C; the adapter is saved first, as it is before any other exception.
-        UserError: the run directory cannot be written.
+        Interrupted: Ctrl-C or SIGTERM; a checkpoint and the adapter are saved first.
+        UserError: the run directory cannot be written, or the checkpoint does not fit.
     """
     config, model = session.config, session.model
     rows, valid = session.data.samples["train"], session.data.samples["valid"]
     folder = run_directory(config.adapter_path)
-    optimizer = build_optimizer(config)
-    stream = batches.stream()
-    window, report, validations = Window(), Report(), Validations(config.early_stopping_patience)
+    state = RunState(build_optimizer(config), Validations(config.early_stopping_patience))
+    state.optimizer.init(model.trainable_parameters())
+    if resume is not None:
+        resume.restore(state, model)
+    stream = batches.stream(state.iteration)
+    resumed_at = None if resume is None else state.iteration
+    settings = config.model_dump(mode="json")
+    sinks = open_sinks(config.report_to or [], folder, config.project_name, settings, resumed_at=resumed_at)
+    sinks.append(LiveReport(folder))
 
     def weights() -> Weights:
         return flat(model.trainable_parameters())
@@ -64,73 +80,111 @@ def train(
         return None if adaptation.fine_tune_type == "full" else weights()
 
     with (
-        MetricsFile(folder / METRICS_FILE) as metrics,
+        MetricsFile(folder / METRICS_FILE, sinks) as metrics,
         recomputed_blocks(model.layers, config.grad_checkpoint),
-        console.training(iterations),
+        console.training(iterations, state.iteration),
+        stop_requests(console.line) as requests,
     ):
-        files = RunFiles(folder, metrics, adaptation, config.model)
-        metrics.write("header", **header)
-        iteration, good = 0, good_weights()
+        files = RunFiles(folder, metrics, adaptation, config.model, fingerprint, config.keep_checkpoints)
+        metrics.write("header" if resume is None else "resume", iteration=state.iteration, **header)
+        good, saved = good_weights(), resumed_at
+        size = f"B = {config.batch_size}, T <= {config.max_seq_length - 1}"
+
+        def save_checkpoint() -> None:
+            nonlocal saved
+            if saved != state.iteration:
+                files.save_checkpoint(state, weights())
+                saved = state.iteration
+
         model.train()
         try:
             while True:
-                last = iteration == iterations
-                if valid and (iteration % config.steps_per_eval == 0 or last):
-                    loss = validate(session, iteration, metrics, console)
-                    if validations.add(loss):
-                        files.save_best(iteration, weights())
-                if iteration > 0 and iteration % config.save_every == 0:
-                    files.save_checkpoint(iteration, weights(), keep=config.keep_checkpoints)
-                if last or validations.exhausted:
+                last = state.iteration == iterations
+                if last:
+                    save_checkpoint()  # before what only the end brings: a run may go on to more iterations from here
+                    if state.window.tokens:
+                        _update(session, state)
+                if state.report.iterations and (state.iteration % config.steps_per_report == 0 or last):
+                    _report(state, metrics, console)
+                due = state.iteration % config.steps_per_eval == 0 or last
+                if valid and due and state.validated != state.iteration:
+                    loss = validate(session, state.iteration, metrics, console, requests)
+                    if state.validations.add(loss):
+                        files.save_best(state.iteration, weights())
+                    state.validated = state.iteration
+                ended = last or state.validations.exhausted
+                if ended or (state.iteration > 0 and state.iteration % config.save_every == 0):
+                    save_checkpoint()
+                if ended:
                     break
+                requests.check(state.iteration)
 
-                iteration += 1
-                last = iteration == iterations
-                report.start()
+                state.iteration += 1
+                state.report.start()
                 batch = batches.collate(next(stream)[1])
-                loss = accumulate(step, batch, window)
-                guard("loss", loss, iteration, [rows[i].where for i in batch.rows])
-                good = good_weights()
-                if iteration % config.grad_accumulation_steps == 0 or last:
-                    gradient, norm = window.mean(config.max_grad_norm)
-                    guard("gradient norm", scalar(norm), iteration, [rows[i].where for i in window.rows])
-                    optimizer.update(model, gradient)
-                    del gradient
-                    mx.eval(model.trainable_parameters(), optimizer.state)
-                    report.grad_norm, window = scalar(norm), Window()
+                size = f"B = {batch.inputs.shape[0]}, T = {batch.inputs.shape[1]}"
+                loss = accumulate(step, batch, state.window)
+                guard("loss", loss, state.iteration, [rows[i].where for i in batch.rows])
+                good = good_weights()  # those that gave this loss: an update may spoil the next one
+                if state.iteration % config.grad_accumulation_steps == 0:
+                    _update(session, state)
                 clear_cache_above(config.clear_cache_threshold)
-                report.add(loss, batch, sum(len(rows[i].ids) - 1 for i in batch.rows))
-
-                console.advance(iteration)
-                if iteration % config.steps_per_report == 0 or last:
-                    values = report.finish()
-                    report = Report(grad_norm=report.grad_norm)
-                    rate = scalar(optimizer.learning_rate)
-                    metrics.write("train", iteration=iteration, learning_rate=rate, **values, **asdict(read_memory()))
-                    console.train_report(iteration, values["loss"], values["tokens_per_second"])
-            if iteration < iterations:
-                unused = f"; {window.tokens} tokens of an unfinished window are not applied" if window.tokens else ""
-                console.line(f"stopped early: {validations.since_best} validations without a lower loss{unused}")
-                metrics.write("stop", iteration=iteration, reason="early stopping")
-            files.save(iteration, weights())
+                state.report.add(loss, batch, sum(len(rows[i].ids) - 1 for i in batch.rows))
+                console.advance(state.iteration)
+            if state.iteration < iterations:
+                tokens = state.window.tokens
+                unused = f"; {tokens} tokens of an unfinished window are not applied" if tokens else ""
+                console.line(f"stopped early: {state.validations.since_best} validations without a lower loss{unused}")
+                metrics.write("stop", iteration=state.iteration, reason="early stopping")
+            files.save(state.iteration, weights())
+        except (Interrupted, SystemExit) as end:  # rich exits where its output is closed; both come between iterations
+            save_checkpoint()
+            files.save(state.iteration, weights())
+            metrics.write("stop", iteration=state.iteration, reason=str(end))
+            console.line(f"stopped at iteration {state.iteration}; saved: {folder}")
+            raise
         except BaseException as error:
-            stop = explain_stop(error, iteration, config)
-            if isinstance(stop, Interrupted | SystemExit):
-                good = weights()
-            kept = files.keep(iteration, good, reason=str(stop) or type(stop).__name__)
-            console.line(f"stopped at iteration {iteration}; {kept}")
+            stop = explain_stop(error, f"iteration {state.iteration}, {size}", config, len(model.layers))
+            kept = files.keep_good(state.iteration, good, reason=str(stop) or type(stop).__name__)
+            console.line(f"stopped at iteration {state.iteration}; {kept}")
             if stop is error:
                 raise
             raise stop from error
 
 
-def validate(session: Session, iteration: int, metrics: MetricsFile, console: RunConsole) -> float:
+def _update(session: Session, state: RunState) -> None:
+    """One step of the optimizer with the window's gradients, after which a new window begins."""
+    rows, window = session.data.samples["train"], state.window
+    gradient, norm = window.mean(session.config.max_grad_norm)
+    guard("gradient norm", scalar(norm), state.iteration, [rows[i].where for i in window.rows])
+    state.optimizer.update(session.model, gradient)
+    del gradient
+    mx.eval(session.model.trainable_parameters(), state.optimizer.state)
+    state.report.grad_norm, state.window = scalar(norm), Window()
+
+
+def _report(state: RunState, metrics: MetricsFile, console: RunConsole) -> None:
+    values, rate = state.report.finish(), scalar(state.optimizer.learning_rate)
+    state.report = Report(grad_norm=state.report.grad_norm)
+    metrics.write("train", iteration=state.iteration, learning_rate=rate, **values, **asdict(read_memory()))
+    console.train_report(state.iteration, values["loss"], values["tokens_per_second"])
+
+
+def validate(
+    session: Session, iteration: int, metrics: MetricsFile, console: RunConsole, requests: StopRequests
+) -> float:
     """The loss on the validation rows after so many iterations, reported.
 
     Raises:
         TrainingStopped: it is not finite.
+        Interrupted: a stop was asked for.
     """
     config = session.config
+
+    def progress(done: int, total: int) -> None:
+        console.validating(done, total)
+        requests.check(iteration)
+
     try:
         result = evaluate(
             session.model,
@@ -139,7 +193,7 @@ def validate(session: Session, iteration: int, metrics: MetricsFile, console: Ru
             max_seq_length=config.max_seq_length,
             batches=config.val_batches,
             cache_threshold=config.clear_cache_threshold,
-            progress=console.validating,
+            progress=progress,
         )
     except TrainingStopped as stop:
         raise TrainingStopped(f"validation at iteration {iteration}: {stop}") from stop

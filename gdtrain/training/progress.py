@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gdtrain.data.batches import Batch
@@ -30,6 +30,10 @@ class Report:
         self.positions += positions
         self.iterations += 1
         self.seconds += time.perf_counter() - self._started
+
+    def values(self) -> dict[str, Any]:
+        """The sums so far, from which `Report(**values)` goes on."""
+        return {key: value for key, value in asdict(self).items() if key != "_started"}
 
     def finish(self) -> dict[str, Any]:
         """The values of a train record. grad_norm is that of the last update, None before one."""

@@ -9,22 +9,28 @@ from gdtrain.errors import UserError
 from gdtrain.model.adapter import save_adapter
 from gdtrain.model.lora import Adaptation
 from gdtrain.reporting.metrics import MetricsFile
-from gdtrain.training.run_directory import BEST, checkpoint_folder, drop_old_checkpoints, list_checkpoints
+from gdtrain.run_directory import BEST, checkpoint_folder, drop_old_checkpoints, list_checkpoints
+from gdtrain.training.checkpoint import save_checkpoint
+from gdtrain.training.fingerprint import Fingerprint
+from gdtrain.training.run_state import RunState
 
 Weights = dict[str, mx.array]
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Saves weights of a run into its directory `folder`. model: what the base model is called in the adapter's config.
+    """Saves a run into its directory `folder`. model: what the base model is called in the adapter's config. keep: how
+    many checkpoints are left.
 
-    Every method raises UserError if the directory cannot be written, except `keep`.
+    Every method raises UserError if the directory cannot be written, except `keep_good`.
     """
 
     folder: Path
     metrics: MetricsFile
     adaptation: Adaptation
     model: str
+    fingerprint: Fingerprint
+    keep: int
 
     def save(self, iteration: int, weights: Weights) -> None:
         """The adapter of the run."""
@@ -33,27 +39,37 @@ class RunFiles:
     def save_best(self, iteration: int, weights: Weights) -> None:
         self._save(self.folder / BEST, iteration, weights)
 
-    def save_checkpoint(self, iteration: int, weights: Weights, *, keep: int) -> None:
-        """A checkpoint, after which the newest `keep` are left."""
-        self._save(checkpoint_folder(self.folder, iteration), iteration, weights)
-        drop_old_checkpoints(self.folder, keep)
+    def save_checkpoint(self, state: RunState, weights: Weights) -> None:
+        """A checkpoint that the run can go on from, after which the newest `keep` are left."""
+        folder = checkpoint_folder(self.folder, state.iteration)
+        save_checkpoint(folder, state, weights, self.adaptation, self.model, self.fingerprint)
+        self._record(state.iteration, folder)
+        drop_old_checkpoints(self.folder, self.keep)
 
-    def keep(self, iteration: int, weights: Weights | None, reason: str) -> str:
-        """Save what is good when the run stops early; returns what became of it. Never hides the reason to stop.
+    def keep_good(self, iteration: int, weights: Weights | None, reason: str) -> str:
+        """Save what is good when the run stops on a fault; returns what became of it. Never hides the fault.
 
         Args:
             weights: None where no good ones are known.
         """
         try:
-            self.metrics.write("stop", iteration=iteration, reason=reason)
             if weights is None:
                 before = ", ".join(list_checkpoints(self.folder)) or "none"
-                return f"its weights are not saved; saved before: {before}"
-            self.save(iteration, weights)
+                kept = f"its weights are not saved; saved before: {before}"
+            else:
+                self.save(iteration, weights)
+                kept = f"the last good weights are in {self.folder}"
         except UserError as fault:
-            return f"the last good weights could not be saved: {fault}"
-        return f"the last good weights are in {self.folder}"
+            kept = f"the last good weights could not be saved: {fault}"
+        try:
+            self.metrics.write("stop", iteration=iteration, reason=reason)
+        except UserError as fault:
+            kept += f"; the reason could not be recorded: {fault}"
+        return kept
 
     def _save(self, to: Path, iteration: int, weights: Weights) -> None:
         save_adapter(to, weights, self.adaptation, self.model)
-        self.metrics.write("save", iteration=iteration, path=str(to.relative_to(self.folder)))
+        self._record(iteration, to)
+
+    def _record(self, iteration: int, folder: Path) -> None:
+        self.metrics.write("save", iteration=iteration, path=str(folder.relative_to(self.folder)))

@@ -1,13 +1,34 @@
-"""What a config and its data make of a run before the model is loaded: batches, iterations, keys without effect."""
+"""What is known of a run before its model is loaded: what it lacks, its batches and iterations, keys without effect."""
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from gdtrain.config import RunConfig
 from gdtrain.data.batches import RunBatches, check_enough
 from gdtrain.data.sources import missing_split
 from gdtrain.errors import UserError
+from gdtrain.model.adapter import ADAPTER_FILE, check_adapter_file
+from gdtrain.model.swap import check_kernel
+from gdtrain.reporting.sinks import check_sinks
+from gdtrain.run_directory import check_run_directory, run_directory
 from gdtrain.session import Data, Say
+
+
+def check_places(config: RunConfig, *, resume: bool = False) -> None:
+    """Raise UserError for what can be refused before the data is looked at: a kernel or a service that is not there, a
+    run directory that cannot be written or is in use, an adapter to begin with or to test that is missing."""
+    folder = run_directory(config.adapter_path)
+    check_kernel(config.kernel)
+    if config.train:
+        check_sinks(config.report_to or [])
+        check_run_directory(folder, resume=resume)
+        if config.resume_adapter_file is not None and not resume:
+            check_adapter_file(Path(config.resume_adapter_file).expanduser())
+    elif config.test:
+        check_adapter_file(folder / ADAPTER_FILE)
+    else:
+        raise UserError("train: false and test: false leave nothing to do")
 
 
 def plan_run(config: RunConfig, data: Data, say: Say) -> tuple[RunBatches, int]:

@@ -52,7 +52,7 @@ def call(*args: object) -> Result:
 def finish(*args: object) -> str:
     """call() of what must succeed; returns its output."""
     result = call(*args)
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.err) == (0, ""), result.err
     return result.out
 
 

@@ -171,8 +171,8 @@ def test_out_of_memory(arguments, config, monkeypatch):
     result = call("finetune", "c.yaml", *arguments)
     assert result.code == 3
     assert re.match(
-        r"gdtrain: longest batch, 2 x \d+ positions, its longest row (\S*/)?train\.jsonl:2 with \d+ tokens: out of "
-        r"memory; lower max_seq_length, batch_size or lora_parameters\.rank \(",
+        r"gdtrain: longest batch, B = 2, T = \d+, its longest row (\S*/)?train\.jsonl:2 with \d+ tokens, 4 blocks: "
+        r"out of memory; lower max_seq_length \(now 2048\) or batch_size \(now 2\) or lora_parameters\.rank \(",
         result.err,
     )
     assert len(result.err.splitlines()) == 1

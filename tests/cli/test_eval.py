@@ -2,17 +2,14 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from command import SCRIPT, distance, environ, evaluated, finish, metrics, run, write_config, write_rows
+from command import distance, evaluated, finish, metrics, run, write_rows
 from main_run import ROWS
 from mini import FAMILIES
 
@@ -33,7 +30,7 @@ def test_new_process_gives_the_last_val_loss(trained):
     assert f"{loss:.6g}" in result.out
 
 
-@pytest.mark.parametrize("iteration", ["15", "20", "0000020"])
+@pytest.mark.parametrize("iteration", ["20", "22", "0000020"])
 def test_checkpoint(iteration, trained):
     losses = {record["iteration"]: record["loss"] for record in metrics("run", "val")}
     result = evaluated("run", "--checkpoint", iteration)
@@ -45,6 +42,26 @@ def test_checkpoint(iteration, trained):
 def test_best(trained):
     losses = [record["loss"] for record in metrics("run", "val")]
     assert evaluated("run", "--checkpoint", "best")["loss"] == pytest.approx(min(losses), abs=EXACT)
+
+
+def test_compare_base(trained):
+    """In all as two evaluations, and row by row; the worst ten are shown, the greatest increase first."""
+    write_rows("data/test.jsonl", [*ROWS["test"], *({"prompt": "t", "completion": "no" * n} for n in range(1, 10))])
+    result = evaluated("run", "--split", "test", "--compare-base")
+    for loss, options in ((result["loss"], []), (result["base_loss"], ["--no-adapter"])):
+        assert loss == pytest.approx(evaluated("run", "--split", "test", *options)["loss"], rel=1e-6)
+    records = result["records"]
+    assert len(records) == 12
+    shown = finish("eval", "run", "--split", "test", "--compare-base")
+    assert f"{sum(record['difference'] < 0 for record in records)} of 12 rows have a lower loss" in shown
+    assert [r["difference"] for r in records] == sorted((r["tuned"] - r["base"] for r in records), reverse=True)
+    for record in records[:2]:
+        line = int(record["row"].rsplit(":", 1)[1])
+        write_rows("data/valid.jsonl", [json.loads(Path("data/test.jsonl").read_text().splitlines()[line - 1])])
+        assert evaluated("run")["loss"] == pytest.approx(record["tuned"], rel=1e-5)
+    shown = shown.splitlines()
+    (head,) = [i for i, line in enumerate(shown) if line.split() == ["base", "tuned", "difference", "row"]]
+    assert [line.split()[3] for line in shown[head + 1 :]] == [record["row"] for record in records[:10]]
 
 
 def test_without_adapter(trained):
@@ -156,57 +173,6 @@ def test_stock_mlx_lm_gives_the_same_logits(family, family_run, monkeypatch):
     logits = np.array(stock(ids))
     assert distance(np.array(ours(ids)), logits) < 1e-5
     assert distance(np.array(base(ids)), logits) > 1e-2
-
-
-# C55: without a network
-
-NO_NETWORK = """
-import os, socket
-
-def refuse(*args, **kwargs):
-    with open(os.environ["ATTEMPTS"], "a") as file:
-        print(args, file=file)
-    raise OSError("no network in this test")
-
-socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
-"""
-
-
-@pytest.fixture
-def offline(tmp_path_factory):
-    """child(*command, **environment), a process that notes and refuses every connection, and the file of its notes."""
-    folder = tmp_path_factory.mktemp("offline")
-    (folder / "sitecustomize.py").write_text(NO_NETWORK)
-    attempts = folder / "attempts"
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-
-    def child(*command: str, **environment: str) -> subprocess.CompletedProcess:
-        env = environ(PYTHONPATH=path, ATTEMPTS=str(attempts), **environment)
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-    return child, attempts
-
-
-def test_no_network_is_needed(offline, work, checkpoint):
-    child, attempts = offline
-    write_config(model=str(checkpoint), data="data", adapter_path="run", iters=2, batch_size=2)
-    for command, environment in [
-        (("finetune", "c.yaml"), {"HF_HUB_OFFLINE": "1"}),
-        (("eval", "run"), {"HF_HUB_OFFLINE": "1"}),
-        (("finetune", "c.yaml", "--set", "model=tiny"), {}),
-        (("eval", "run"), {}),
-    ]:
-        done = child(SCRIPT, *command, **environment)
-        assert (done.returncode, done.stderr) == (0, "")
-    assert not attempts.exists()
-
-
-def test_connections_are_refused_indeed(offline):
-    """The control of the test above."""
-    child, attempts = offline
-    done = child(sys.executable, "-c", "import socket; socket.create_connection(('127.0.0.1', 9))")
-    assert "no network in this test" in done.stderr
-    assert "127.0.0.1" in attempts.read_text()
 
 
 def test_rows_that_changed_are_read_again(trained):

@@ -28,9 +28,11 @@ def test_run_succeeds(finished):
 def test_run_directory(trained):
     files = {str(p.relative_to("run")) for p in Path("run").rglob("*") if p.is_file()}
     adapters = {"adapters.safetensors", "adapter_config.json"}
-    expected = adapters | {"config.yaml", "metrics.jsonl"}
-    for folder in ("best", "checkpoints/0000015", "checkpoints/0000020"):
-        expected |= {f"{folder}/{name}" for name in adapters}
+    expected = (
+        adapters | {"config.yaml", "metrics.jsonl", "report.html", "run.lock"} | {f"best/{name}" for name in adapters}
+    )
+    for folder in ("checkpoints/0000020", "checkpoints/0000022"):
+        expected |= {f"{folder}/{name}" for name in adapters | {"state.json", "state.safetensors"}}
     assert files == expected
 
 
@@ -91,7 +93,7 @@ def test_val_records(trained):
 
 def test_save_records(trained):
     saves = [(record["iteration"], record["path"]) for record in metrics("run", "save") if record["path"] != "best"]
-    assert saves == [*((n, f"checkpoints/{n:07d}") for n in (5, 10, 15, 20)), (22, ".")]
+    assert saves == [*((n, f"checkpoints/{n:07d}") for n in (5, 10, 15, 20, 22)), (22, ".")]
 
 
 def test_loss_falls(trained):
@@ -128,7 +130,8 @@ def test_table_of_validations(finished):
 def test_table_of_targets(finished):
     """C45: every projection of attention, GDN and MLP, in all blocks that have it."""
     result, _ = finished
-    shown = dict(re.findall(r"^((?:linear_attn|self_attn|mlp)\.\w+) +(\d+) +[\d,]+$", result.out, re.MULTILINE))
+    row = r"^((?:linear_attn|self_attn|mlp)\.\w+) +(\d+) +\d+x\d+ +[\d,]+$"
+    shown = dict(re.findall(row, result.out, re.MULTILINE))
     linear = {f"linear_attn.{name}": "3" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")}
     attention = {f"self_attn.{name}_proj": "1" for name in "qkvo"}
     assert shown == linear | attention | {f"mlp.{name}_proj": "4" for name in ("gate", "up", "down")}
@@ -363,7 +366,7 @@ def test_other_kinds_of_fine_tuning(kind, config):
 def test_earlier_run_is_moved_aside(config):
     config()
     finish("finetune", "c.yaml")
-    earlier = {p.name: p.read_bytes() for p in Path("run").iterdir() if p.is_file()}
+    earlier = {p.name: p.read_bytes() for p in Path("run").iterdir() if p.is_file() and p.name != "run.lock"}
     Path("run-1").mkdir()
     out = finish("finetune", "c.yaml", "--set", "seed=7")
     assert "run held an earlier run or adapter; it is now in run-2" in out

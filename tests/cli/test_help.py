@@ -11,6 +11,7 @@ import typer
 from command import SCRIPT, call, environ, run
 
 from gdtrain.cli import app
+from gdtrain.config_file import shipped_configs
 
 COMMANDS = list(typer.main.get_command(app).commands)
 HEAVY = {"mlx", "mlx_lm", "transformers", "datasets", "numpy", "huggingface_hub", "gdkernels", "yaml"}
@@ -65,7 +66,50 @@ def test_every_command_has_an_example(name):
     (example,) = re.findall(rf"Example: gdtrain {name} (\S+)", text)
     if example.startswith("configs/"):
         assert (Path(__file__).parents[2] / example).is_file()
+    elif name in ("finetune", "check", "plan"):
+        assert example in shipped_configs()
     assert "--debug" in text
+
+
+@pytest.mark.parametrize(
+    ("shell", "typed"),
+    [
+        ("bash", lambda words: {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}),
+        ("zsh", lambda words: {"_TYPER_COMPLETE_ARGS": words}),
+        ("fish", lambda words: {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+    ids=["bash", "zsh", "fish"],
+)
+def test_completion(shell, typed):
+    """What the shell asks for after `gdtrain --install-completion`."""
+
+    def completed(words: str) -> set[str]:
+        result = run(**{"_GDTRAIN_COMPLETE": f"complete_{shell}", **typed(words)})
+        assert (result.code, result.err) == (0, "")
+        return set(re.findall(r"(?<![\w-])(?:--)?[a-z][a-z-]*", result.out))
+
+    assert completed("gdtrain ") >= set(COMMANDS)
+    assert completed("gdtrain ev") & set(COMMANDS) == {"eval"}
+    assert {"--split", "--slow"} & completed("gdtrain eval --s") == {"--split"}
+
+
+def test_completion_is_offered():
+    assert "--install-completion" in run("--help").out
+
+
+def test_colours():
+    """None when piped, as test_commands_are_listed says; on a terminal none with NO_COLOR."""
+    colour = re.compile(r"\x1b\[(?:\d+;)*(?:3\d|9\d)(?:;\d+)*m")
+    assert colour.search(run("--help", FORCE_COLOR="1").out)
+    assert not colour.search(run("--help", FORCE_COLOR="1", NO_COLOR="1").out)
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["plan", "quickstart"], ["plan", "none"]])
+def test_nothing_but_text_is_piped(arguments):
+    """A coloured terminal of the parent changes nothing."""
+    result = run(*arguments, TERM="xterm-256color", COLORTERM="truecolor")
+    assert "\x1b" not in result.out + result.err
+    assert result.code == (2 if "none" in arguments else 0)
 
 
 def test_module():

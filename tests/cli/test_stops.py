@@ -1,15 +1,18 @@
 """gdtrain finetune: how a run stops early, and what is left of it."""
 
+import importlib
 import math
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from command import SCRIPT, adapter, call, environ, evaluated, metrics, write_rows
+from command import SCRIPT, adapter, call, environ, evaluated, finish, metrics, write_rows
 from mini import toy_tokenizer
 
 from gdtrain.training.dry_step import DryStep
@@ -38,6 +41,8 @@ def test_interrupt_saves(config):
     assert len(trained) > 20
     assert evaluated("run")["loss"] != metrics("run", "val")[0]["loss"]
     assert not list(Path("run").rglob("partial*"))
+    assert err == f"gdtrain: interrupted at iteration {stop['iteration']}; --resume goes on from there\n"
+    assert "interrupted: stopping after this iteration" in out
 
 
 def test_interrupt_is_said(config, monkeypatch):
@@ -51,13 +56,83 @@ def test_interrupt_is_said(config, monkeypatch):
     assert not Path("run").exists()
 
 
-def test_interrupt_within_a_compiled_step(config, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["training.loop.accumulate", "evaluation.collate"])
+def test_a_signal_at_any_place(number, where, config, monkeypatch):
+    """It waits for the end of the iteration, or of a batch of the validation, and nothing is lost or done twice."""
+    config(iters=7, steps_per_report=1, steps_per_eval=2, grad_accumulation_steps=4, lora_parameters={"dropout": 0.2})
+    finish("finetune", "c.yaml", "--set", "adapter_path=straight")
+    module, name = f"gdtrain.{where}".rsplit(".", 1)
+    real, calls = getattr(importlib.import_module(module), name), []
+
+    def signalled(*args, **keys):
+        calls.append(args)
+        if len(calls) == 5:
+            os.kill(os.getpid(), number)
+        return real(*args, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"gdtrain.{where}", signalled)
+        result = call("finetune", "c.yaml")
+    asked = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+    stopped = 5 if "accumulate" in where else 2  # three batches a validation, and the second is of iteration 2
+    assert result[::2] == (130, f"gdtrain: {asked} at iteration {stopped}; --resume goes on from there\n")
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    assert metrics("run", "stop")[-1]["iteration"] == stopped
+    finish("finetune", "c.yaml", "--resume")
+    for kind in ("train", "val"):
+        losses = [[(r["iteration"], r["loss"]) for r in metrics(run, kind)] for run in ("straight", "run")]
+        assert losses[0] == losses[1]
+    for tensor, x in adapter("straight").items():
+        np.testing.assert_array_equal(x, adapter("run")[tensor], err_msg=tensor)
+
+
+# An iteration that would take minutes, in which no handler of Python's can run.
+ENDLESS = """
+import gdtrain.cli, gdtrain.training.loop as loop, mlx.core as mx, time
+loop.accumulate = lambda *args: time.sleep(300)
+gdtrain.cli.main()
+"""
+
+
+@pytest.fixture
+def endless(config):
+    """A run in its first iteration, which does not end."""
+    config()
+    command = [sys.executable, "-c", ENDLESS, "finetune", "c.yaml"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ()) as child:
+        assert any("0 |" in line for line in child.stdout or ())
+        yield child
+        child.kill()
+
+
+def test_a_second_signal_ends_at_once(endless):
+    endless.send_signal(signal.SIGINT)
+    assert "once more ends at once" in endless.stdout.readline()
+    assert endless.poll() is None
+    endless.send_signal(signal.SIGINT)
+    assert endless.wait(timeout=20) == 130
+    assert "Traceback" not in endless.stdout.read()
+
+
+def test_two_runs_into_one_directory(endless):
+    """The second is refused before it reads data, also with --resume, and free again when the first has ended."""
+    for options in ([], ["--resume"], ["--dry-run"]):
+        result = call("finetune", "c.yaml", *options)
+        assert (result.code, "rows kept" in result.out) == (2, False)
+        assert result.err.startswith(f"gdtrain: adapter_path: run is in use by a run, process {endless.pid} on ")
+    endless.kill()
+    endless.wait()
+    finish("finetune", "c.yaml")
+
+
+def test_a_fault_within_a_compiled_step(config, monkeypatch):
     """While a step is traced, the model holds placeholders."""
     from gdtrain.training import step
 
     def interrupted(*args):
         real(*args)
-        raise KeyboardInterrupt
+        raise RuntimeError("[malloc] no more")
 
     real = step.token_loss
     monkeypatch.setattr(step, "token_loss", interrupted)
@@ -69,7 +144,7 @@ def test_interrupt_within_a_compiled_step(config, monkeypatch):
         result = call("finetune", "c.yaml")
     finally:
         mx.disable_compile()
-    assert result.code == 130
+    assert result.code == 3
     monkeypatch.setattr(step, "token_loss", real)
     losses = [evaluated("run", "--split", "train", *more)["loss"] for more in ([], ["--no-adapter"])]
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
@@ -137,17 +212,34 @@ def test_last_good_adapter_is_kept(config):
     assert math.isfinite(evaluated("run")["loss"])
 
 
+LOWER = "lower max_seq_length (now 2048) or batch_size (now 2)"
+WATCHDOG = (
+    f"the watchdog of the GPU ended a kernel that took too long; {LOWER}; on a Mac with its display asleep there is"
+)
+METAL = "[METAL] Command buffer execution failed: "
+OF_THE_DEVICE = {
+    "[metal::malloc] Attempting to allocate 99 bytes": f"out of memory; {LOWER} or ",
+    METAL + "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)": f"out of memory; {LOWER}",
+    METAL + "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)": WATCHDOG,
+    METAL + "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)": WATCHDOG,
+    "[metal::malloc] Resource limit (499000) exceeded.": "too many buffers at once; lower max_seq_length (now 2048);",
+}
+
+
+@pytest.mark.parametrize("error", OF_THE_DEVICE)
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_out_of_memory(kind, config, monkeypatch):
+def test_errors_of_the_device(kind, error, config, monkeypatch):
+    """They name the batch, the blocks and what to change, and the last good weights are there."""
     config(fine_tune_type=kind)
 
     def fail(*args):
-        raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes")
+        raise RuntimeError(error)
 
     monkeypatch.setattr("gdtrain.training.loop.accumulate", fail)
     result = call("finetune", "c.yaml")
     assert result.code == 3
-    assert "iteration 1: out of memory; lower max_seq_length" in result.err
+    assert result.err.startswith(f"gdtrain: iteration 1, B = 2, T = 32, 4 blocks: {OF_THE_DEVICE[error]}")
+    assert f"({error})" in result.err
     kept = "the last good weights are in run" if kind == "lora" else "its weights are not saved; saved before: best"
     assert kept in result.out
     assert Path("run/adapters.safetensors").exists() == (kind == "lora")

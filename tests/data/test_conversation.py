@@ -6,7 +6,8 @@ from chats import runs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from toy_tokenizer import TEMPLATES, toy_tokenizer
 
-from gdtrain.data.conversation import Sample, encode
+from gdtrain.data import conversation
+from gdtrain.data.conversation import Sample, encode, encode_all
 from gdtrain.data.schema import Columns, Record, parse_record
 from gdtrain.errors import UserError
 
@@ -230,3 +231,60 @@ def test_an_edited_template_is_learnt_anew():
     assert runs(encode(item, tokenizer, mask_prompt=True), tokenizer) == ["a<|im_end|>"]
     tokenizer.chat_template = TEMPLATES["llama"]
     assert runs(encode(item, tokenizer, mask_prompt=True), tokenizer) == ["a<|eot_id|>"]
+
+
+def test_together_is_as_one_by_one(monkeypatch):
+    """Text, chats and faults in any order, in groups of any size, with one tokenizer and with the wrapper."""
+    records = [
+        record(ROUNDS),
+        parse_record({"text": "abc é😀 " * 9}, "train.jsonl:8", Columns())[0],
+        record([("system", "refused"), ("user", "q"), ("assistant", "a")]),
+        parse_record({"text": ""}, "train.jsonl:9", Columns())[0],
+        *[record([("user", "q" * n), ("assistant", "b" * n)]) for n in range(9)],
+    ]
+    for tokenizer in (TOKENIZERS["plain"], TokenizerWrapper(TOKENIZERS["plain"])):
+        for mask_prompt in (False, True):
+            expected = []
+            for item in records:
+                try:
+                    expected.append(encode(item, tokenizer, mask_prompt=mask_prompt))
+                except UserError as error:
+                    expected.append(error)
+            for characters, count in ((1, 1000), (1 << 18, 2), (1 << 18, 1000), (150, 5)):
+                monkeypatch.setattr(conversation, "CHARACTERS", characters)
+                monkeypatch.setattr(conversation, "RECORDS", count)
+                found = list(encode_all(records, tokenizer, mask_prompt=mask_prompt))
+                assert len(found) == len(records)
+                for one, other in zip(found, expected, strict=True):
+                    assert type(one) is type(other)
+                    if isinstance(one, UserError):
+                        assert str(one) == str(other)
+                    else:
+                        assert (one.ids.tolist(), one.where) == (other.ids.tolist(), other.where)
+                        assert one.supervised.tolist() == other.supervised.tolist()
+
+
+def test_a_tokenizer_with_its_own_apply_chat_template_gives_its_own_ids():
+    """Its ids are taken, and where they are not those of the rendered text the assistant's cannot be told."""
+
+    class Own(type(TOKENIZERS["plain"])):
+        extra: tuple[int, ...] = ()
+
+        def apply_chat_template(self, *args, tokenize=True, **options):
+            found = super().apply_chat_template(*args, tokenize=tokenize, **options)
+            return [*found, *self.extra] if tokenize else found
+
+        def encode(self, text, **options):
+            return [*super().encode(text, **options), *self.extra]
+
+    tokenizer = Own(tokenizer_object=TOKENIZERS["plain"].backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATES["plain"]
+    assert runs(encode(record(ROUNDS), tokenizer, mask_prompt=True), tokenizer)[0] == "1.<|im_end|>"
+    plain = encoded("plain", ROUNDS, mask_prompt=False).ids.tolist()
+    tokenizer.extra = (5,)
+    assert encode(record(ROUNDS), tokenizer, mask_prompt=False).ids.tolist() == [*plain, 5]
+    with pytest.raises(UserError, match=r"train\.jsonl:7: the tokenizer gives other ids for the rendered conversation"):
+        encode(record(ROUNDS), tokenizer, mask_prompt=True)
+    text = parse_record({"text": "a"}, "train.jsonl:8", Columns())[0]
+    ids = encode(text, tokenizer, mask_prompt=False).ids.tolist()
+    assert ids == [*TOKENIZERS["plain"].encode("a"), 5, tokenizer.eos_token_id]

@@ -4,8 +4,8 @@ import csv
 import json
 
 import pytest
+from listed import read
 
-from gdtrain.data.records import load_records
 from gdtrain.data.schema import Columns
 from gdtrain.errors import UserError
 
@@ -16,7 +16,7 @@ ALPACA = {"instruction": "add", "input": "1 2", "output": "3"}
 
 def load(folder, *rows, mask_prompt=True, **columns):
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_records(str(folder), None, mask_prompt=mask_prompt, columns=Columns(**columns))
+    return read(str(folder), None, mask_prompt=mask_prompt, columns=Columns(**columns))
 
 
 def faults(folder, *rows, **columns) -> list[str]:
@@ -65,9 +65,9 @@ def test_columns_of_csv_under_other_names(tmp_path):
     with (tmp_path / "valid.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["turns"], ["[{"]])
     with pytest.raises(UserError, match=r'1 fault\nvalid\.csv:2: "turns" is not valid JSON'):
-        load_records(str(tmp_path), None, mask_prompt=True, columns=Columns(messages="turns"))
+        read(str(tmp_path), None, mask_prompt=True, columns=Columns(messages="turns"))
     (tmp_path / "valid.csv").unlink()
-    splits = load_records(str(tmp_path), None, mask_prompt=True, columns=Columns(messages="turns"))
+    splits = read(str(tmp_path), None, mask_prompt=True, columns=Columns(messages="turns"))
     assert list(splits.train[0].messages) == MESSAGES
 
 
@@ -153,3 +153,25 @@ def test_the_three_kinds_go_before_a_layout(tmp_path):
     splits = load(tmp_path, {**ALPACA, "text": "t"}, mask_prompt=False)
     assert splits.train[0].kind == "text"
     assert splits.notes == ["train.jsonl: columns not used (rows): instruction (1), input (1), output (1)"]
+
+
+def test_sharegpt_under_another_name_says_that_name(tmp_path):
+    turns = SHAREGPT["conversations"]
+    (note,) = load(tmp_path, {"chat": turns}, messages="chat").notes
+    assert note == (
+        "train.jsonl: the ShareGPT layout, read as messages: chat are the messages, from is the role, value the content"
+    )
+    speaker, empty, mixed = faults(
+        tmp_path,
+        {"chat": turns},
+        {"chat": [{"from": "robot", "value": "x"}]},
+        {"chat": turns[:1]},
+        {"chat": MESSAGES},
+        messages="chat",
+    )
+    assert speaker.startswith('train.jsonl:2: chat[0].from is "robot"')
+    assert empty == 'train.jsonl:3: "chat" has no message of role assistant: there is nothing to learn'
+    assert mixed == (
+        "train.jsonl:4: a chat record (chat) in a file that begins with a ShareGPT record (chat, train.jsonl:1); one"
+        " kind a file is accepted"
+    )

@@ -227,7 +227,7 @@ def test_a_hundred_thousand_samples():
     seconds = time.perf_counter() - start
     assert len(epoch) == batches.per_epoch
     assert 1 - batches.padding_share > 0.99
-    assert seconds < 4  # measured 0.6 on two cores of a Xeon, which others use too
+    assert seconds < 30  # measured 0.6 on two cores of a Xeon; quadratic in the samples it would be minutes
 
 
 def test_a_stream_of_packed_batches_can_start_anywhere():

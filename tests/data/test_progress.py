@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from gdtrain.data.progress import MANY, tokenising
+from gdtrain.data.progress import MANY, checking, tokenising
 
 
 def run(count: int, terminal: bool) -> tuple[list[str], str]:
@@ -36,3 +36,11 @@ def test_the_bar_ends_with_an_error():
     with pytest.raises(ValueError, match="x"), tokenising([1], "train", print, console):
         raise ValueError("x")
     assert console.file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_checking_counts_on_a_terminal_only():
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+        with checking(iter(range(12_345)), "train.jsonl", console) as rows:
+            assert sum(1 for _ in rows) == 12_345
+        assert ("checking train.jsonl 12,345 rows" in console.file.getvalue()) is terminal

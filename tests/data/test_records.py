@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from listed import read
 
-from gdtrain.data.records import load_records
+from gdtrain.data.records import check_records
 from gdtrain.errors import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -19,7 +20,7 @@ def load(folder, mask_prompt=False, **files):
     for name, content in files.items():
         stem, _, suffix = name.partition("_")
         (folder / f"{stem}.{suffix or 'jsonl'}").write_bytes(content)
-    return load_records(str(folder), None, mask_prompt=mask_prompt)
+    return read(str(folder), None, mask_prompt=mask_prompt)
 
 
 def faults(folder, *rows, mask_prompt=False) -> list[str]:
@@ -198,16 +199,16 @@ def test_files_that_are_missing_or_doubled(tmp_path):
     with pytest.raises(UserError, match=r"train\.jsonl and train\.json; keep one"):
         load(tmp_path, train=lines({"text": "t"}), train_json=b"[]")
     with pytest.raises(UserError, match=r"there is no directory .*nowhere"):
-        load_records(str(tmp_path / "nowhere"), None, mask_prompt=False)
+        read(str(tmp_path / "nowhere"), None, mask_prompt=False)
     with pytest.raises(UserError, match="is a file"):
-        load_records(str(tmp_path / "train.jsonl"), None, mask_prompt=False)
+        read(str(tmp_path / "train.jsonl"), None, mask_prompt=False)
     with pytest.raises(UserError, match="nothing to read"):
-        load_records(None, None, mask_prompt=False)
+        read(None, None, mask_prompt=False)
 
 
 def test_another_split_can_be_the_required_one(tmp_path):
     (tmp_path / "test.jsonl").write_bytes(lines(CHAT))
-    assert len(load_records(str(tmp_path), None, mask_prompt=False, require="test").test) == 1
+    assert len(read(str(tmp_path), None, mask_prompt=False, require="test").test) == 1
 
 
 def test_the_standard_library_is_built_and_read(tmp_path, monkeypatch):
@@ -215,26 +216,26 @@ def test_the_standard_library_is_built_and_read(tmp_path, monkeypatch):
 
     (tmp_path / "train.jsonl").write_bytes(lines({"prompt": "p", "completion": "c"}))
     monkeypatch.setattr(stdlib, "build_stdlib_dataset", lambda: tmp_path)
-    assert load_records(stdlib.STDLIB, None, mask_prompt=True).train[0].kind == "completion"
+    assert read(stdlib.STDLIB, None, mask_prompt=True).train[0].kind == "completion"
 
 
 def test_hub_data_sets(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(lines(*[{"q": f"p{i}", "a": "c", "id": i} for i in range(10)]))
     config = {"data_files": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")}
     entry = {"path": "json", "config": config, "prompt_feature": "q", "completion_feature": "a"}
-    splits = load_records(None, entry, mask_prompt=True)
+    splits = read(None, entry, mask_prompt=True)
     assert [len(splits.train), len(splits.valid), len(splits.test)] == [8, 1, 0]
     assert splits.train[7].messages[0]["content"] == "p7"
     assert splits.train[7].where == "json[train[:80%]]:row 8"
     assert splits.notes[0] == "json[train[:80%]]: columns not used (rows): id (8)"
-    twice = load_records(None, [{**entry, "train_split": "train", "test_split": "train[:3]"}] * 2, mask_prompt=True)
+    twice = read(None, [{**entry, "train_split": "train", "test_split": "train[:3]"}] * 2, mask_prompt=True)
     assert [len(twice.train), len(twice.valid), len(twice.test)] == [20, 2, 6]
     for broken, reason in [
         ({**entry, "completion_feature": "b"}, r'json\[train\[:80%\]\]:row 1: "b" is missing'),
         ({**entry, "train_split": "nope"}, r"hf_dataset: json\[nope\] cannot be loaded: "),
     ]:
         with pytest.raises(UserError, match=reason):
-            load_records(None, broken, mask_prompt=True)
+            read(None, broken, mask_prompt=True)
 
 
 def test_a_hub_data_set_that_cannot_be_reached(monkeypatch):
@@ -245,7 +246,7 @@ def test_a_hub_data_set_that_cannot_be_reached(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(UserError, match=r"data: a/b is neither a directory here nor a Hub data set .*doesn't exist"):
-        load_records("a/b", None, mask_prompt=False)
+        read("a/b", None, mask_prompt=False)
 
 
 def test_a_hub_data_set_by_name(monkeypatch):
@@ -253,7 +254,7 @@ def test_a_hub_data_set_by_name(monkeypatch):
 
     rows = datasets.Dataset.from_list([CHAT])
     monkeypatch.setattr(datasets, "load_dataset", lambda name: {"train": rows, "validation": rows, "extra": rows})
-    splits = load_records("a/b", None, mask_prompt=True)
+    splits = read("a/b", None, mask_prompt=True)
     assert (splits.train[0].where, splits.valid[0].where) == ("a/b[train]:row 1", "a/b[validation]:row 1")
     assert splits.notes == ["a/b: splits not read: extra"]
 
@@ -278,7 +279,55 @@ def test_arguments_of_the_hub_do_not_collide(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     entry = {"path": "owner/set", "config": {"name": "subset"}, "train_split": "train", "valid_split": "test"}
-    load_records(None, entry, mask_prompt=False)
+    read(None, entry, mask_prompt=False)
     assert asked[0] == ("owner/set", {"split": "train", "name": "subset"})
     with pytest.raises(UserError, match=r"hf_dataset\.config: split is set by hf_dataset itself"):
-        load_records(None, {**entry, "config": {"split": "train"}}, mask_prompt=False)
+        read(None, {**entry, "config": {"split": "train"}}, mask_prompt=False)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lines({"text": "a"}),
+        lines({"text": "a"}, {"text": "b"}, {"text": "c"}),
+        lines({"text": "a"}, {"text": "x"}),
+        b"{",
+    ],
+    ids=["shorter", "longer", "edited", "broken"],
+)
+def test_a_file_that_changes_after_it_was_checked(after, tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(lines({"text": "a"}, {"text": "b"}))
+    records = check_records(str(tmp_path), None, mask_prompt=False).train
+    assert [record.text for record in records] == ["a", "b"]
+    file.write_bytes(after)
+    with pytest.raises(UserError, match=r"^train\.jsonl: changed while it was read; run the same command again$"):
+        list(records)
+
+
+def test_what_the_digest_of_records_tells_apart(tmp_path):
+    """Anything that a template may render differently; not the file's name and unused columns."""
+
+    def digest(row, name="train"):
+        (tmp_path / f"{name}.jsonl").write_bytes(row if isinstance(row, bytes) else lines(row))
+        found = getattr(check_records(str(tmp_path), None, mask_prompt=True, require=name), name).digest
+        (tmp_path / f"{name}.jsonl").unlink()
+        return found
+
+    def call(**arguments):
+        call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+        return {"messages": [CHAT["messages"][0], call]}
+
+    rows = [CHAT, {**CHAT, "tools": [{"name": "f"}]}, call(), call(a=1), call(a=1.0), call(a=True), call(a="1")]
+    rows += [call(a=1, b=2), call(b=2, a=1), b"\n" + lines(CHAT), lines(CHAT, CHAT), {"prompt": "q", "completion": "a"}]
+    digests = [digest(row) for row in rows]
+    assert len(set(digests)) == len(rows)
+    assert [digest(row) for row in rows] == digests
+    assert digest(CHAT, "test") == digests[0]
+    assert digest({**CHAT, "id": 1}) == digests[0]
+
+
+def test_many_unused_columns_are_named_in_part(tmp_path):
+    (note,) = load(tmp_path, train=lines({"text": "t", **{f"k{i}": 1 for i in range(50)}})).notes
+    assert note.count("(1)") == 20
+    assert note.endswith(", ... and 30 more")

@@ -1,6 +1,7 @@
 import ast
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,8 @@ def test_default_cache_folder(small_library: Path, tmp_path: Path, monkeypatch: 
     assert stdlib.build_stdlib_dataset().parent == tmp_path / "xdg" / "gdtrain" / "python-stdlib"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert stdlib.build_stdlib_dataset().parent == tmp_path / "home" / ".cache" / "gdtrain" / "python-stdlib"
+    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    assert stdlib.build_stdlib_dataset().parent == tmp_path / "home" / caches / "gdtrain" / "python-stdlib"
 
 
 def _write_small_library(root: Path) -> None:

@@ -1,6 +1,7 @@
 """Which projections train, and adapters on disk: here and in stock mlx_lm."""
 
 import json
+import math
 import re
 
 import mini
@@ -11,12 +12,15 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 from mlx_lm.tuner.utils import load_adapters
+from rich.console import Console
 
 from gdtrain.arrays import flat
 from gdtrain.config_file import load_config
 from gdtrain.errors import UserError
 from gdtrain.model.adapter import load_adapter, load_adapter_weights, save_adapter
 from gdtrain.model.lora import adapt
+from gdtrain.reporting.console import RunConsole
+from gdtrain.session import adapt_as
 from gdtrain.training.step import build_step
 
 GDN = {
@@ -91,6 +95,58 @@ def test_a_router_is_adapted_where_it_is_named():
     model, _ = mini.build("qwen3_5_moe")
     adaptation = adapt(model, keys=["mlp.gate", "shared_expert_gate"])
     assert {t.name: t.blocks for t in adaptation.targets} == {"mlp.gate": 4, "mlp.shared_expert_gate": 4}
+    (note,) = adaptation.notes
+    assert note.startswith("mlp.gate and mlp.shared_expert_gate are routers: ")
+    assert adapt(mini.build("qwen3_5_moe")[0]).notes == ()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+@pytest.mark.parametrize("family", mini.FAMILIES)
+def test_shapes_of_targets(family, kind):
+    """Of the weights, by the config: hidden 64, Hk 2, Hv 4, Dk 32, Dv 16, 4 heads of 16 with 2 for keys."""
+    model, _ = mini.build(family)
+    keys = None if family == "qwen3_5" or kind == "dora" else ["q_proj", "out_proj", "switch_mlp.down_proj", "mlp.gate"]
+    adaptation = adapt(model, fine_tune_type=kind, rank=4, keys=keys)
+    shapes = {target.name: target.shape for target in adaptation.targets}
+    want = {"self_attn.q_proj": (128, 64), "linear_attn.out_proj": (64, 64)}
+    if kind == "full":
+        want |= {"linear_attn.A_log": (4,), "linear_attn.conv1d": (192, 4, 1), "input_layernorm": (64,)}
+    if keys:
+        want |= {"mlp.switch_mlp.down_proj": (4, 64, 32), "mlp.gate": (4, 64)}
+    assert shapes.items() >= want.items()
+    experts = {"mlp.switch_mlp.down_proj": 4}
+    for target in adaptation.targets:
+        *_, rows, columns = target.shape if len(target.shape) > 1 else (1, *target.shape)
+        if kind == "full":
+            assert target.parameters == target.blocks * math.prod(target.shape)
+        else:
+            each = 4 * (rows + columns) * experts.get(target.name, 1) + (rows if kind == "dora" else 0)
+            assert target.parameters == target.blocks * each, target.name
+
+
+def test_table_of_targets():
+    """Leaf by leaf, in a console of its own."""
+    console = Console(record=True, width=100, highlight=False)
+    targets = adapt(mini.build("qwen3_5_moe")[0], rank=4, keys=["q_proj", "switch_mlp.down_proj"]).targets
+    RunConsole(console).targets(targets)
+    head, *rows = [line.split() for line in console.export_text().splitlines()]
+    assert head == ["trained", "in", "each", "block", "blocks", "shape", "parameters"]
+    assert rows == [["mlp.switch_mlp.down_proj", "4", "4x64x32", "6,144"], ["self_attn.q_proj", "1", "128x64", "768"]]
+
+
+@pytest.mark.parametrize(
+    ("lora", "scale"),
+    [({"rank": 16, "alpha": 32}, 2), ({"rank": 16, "alpha": 32, "rslora": True}, 8), ({"rank": 4, "scale": 3}, 3)],
+)
+def test_scale_alpha_and_rslora_reach_the_layers(lora, scale, tmp_path):
+    """LoRA: alpha / rank (arXiv 2106.09685); rsLoRA: alpha / sqrt(rank) (arXiv 2312.03732)."""
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": "tiny", "data": str(tmp_path), "lora_parameters": lora}))
+    config = load_config(file, [])
+    model, _ = mini.build()
+    adaptation = adapt_as(config, model)
+    assert adaptation.lora_parameters["scale"] == scale
+    assert {m.scale for m in model.modules() if isinstance(m, LoRALinear)} == {scale}
 
 
 @pytest.mark.parametrize("family", mini.FAMILIES)
@@ -112,27 +168,86 @@ def test_a_key_is_not_matched_within_a_word():
         adapt(mini.build()[0], keys=["proj"])
 
 
+FAMILY_NAMES = {
+    "in_proj_qkvz": "Qwen3-Next's name for in_proj_qkv and in_proj_z",
+    "in_proj_ba": "Qwen3-Next's name for in_proj_b and in_proj_a",
+    "in_proj_qkv": "Qwen3.5's name for a part of in_proj_qkvz",
+    "in_proj_z": "Qwen3.5's name for a part of in_proj_qkvz",
+    "in_proj_b": "Qwen3.5's name for a part of in_proj_ba",
+    "in_proj_a": "Qwen3.5's name for a part of in_proj_ba",
+}
+
+
 @pytest.mark.parametrize(
     ("family", "key", "near"),
     [
         ("qwen3_next", "in_proj_qkv", "in_proj_qkvz"),
+        ("qwen3_next", "in_proj_z", "in_proj_qkvz"),
         ("qwen3_next", "linear_attn.in_proj_b", "linear_attn.in_proj_ba"),
         ("qwen3_next", "in_proj_a", "in_proj_ba"),
         ("qwen3_5", "in_proj_qkvz", "in_proj_qkv"),
         ("qwen3_5", "linear_attn.in_proj_ba", "linear_attn.in_proj_b"),
+        ("qwen3_5_moe", "in_proj_qkvz", "in_proj_qkv"),
         ("qwen3_5", "q_prj", "q_proj"),
         ("qwen3_5", "layers.0.mlp.up_proj", "mlp.up_proj"),
     ],
 )
 def test_an_unknown_key_has_a_near_name(family, key, near):
+    """C49 among them."""
     model, _ = mini.build(family)
     with pytest.raises(UserError) as error:
         adapt(model, keys=["q_proj", key])
     message = str(error.value)
-    assert message.startswith(f"lora_parameters.keys: {key!r} names no projection; did you mean {near!r}?")
+    other = FAMILY_NAMES.get(key.rsplit(".", 1)[-1])
+    meant = f"did you mean {near!r}?" + (f" It is {other}" if other else "")
+    assert message.startswith(f"lora_parameters.keys: {key!r} names no projection; {meant}\n  this model has: ")
     listed = message.lower().split("this model has: ")[1].split(", ")
     assert set(default_targets(family)) <= set(listed)
     assert not adapted_names(model)
+
+
+REASONS = {
+    "conv1d": "it is a convolution along the tokens, for which there is no LoRA; fine_tune_type: full trains it",
+    "linear_attn.conv1d": "it is a convolution along the tokens",
+    "input_layernorm": "it is a norm, whose weight is a vector, and LoRA adapts matrices; fine_tune_type: full trains",
+    "self_attn.q_norm": "it is a norm",
+    "linear_attn.norm": "it is a norm",
+    "A_log": "it is a number for each head",
+    "linear_attn.dt_bias": "it is a number for each head",
+    "visual.blocks.0.attn.qkv": "the vision tower is not loaded",
+    "vision_tower.blocks.0.mlp.linear_fc1": "the vision tower is not loaded",
+    "mtp.fc": "multi-token prediction is not loaded",
+    "embed_tokens": "the embedding lies before the blocks",
+    "lm_head": "the head lies behind the blocks",
+    "mlp.gate": "it is a router, and this model has none",
+    "shared_expert_gate": "it is a router, and this model has none",
+    "switch_mlp.up_proj": "this model has no experts, its MLPs are dense",
+    "mlp.experts.0.up_proj": "this model has no experts, its MLPs are dense",
+}
+
+
+@pytest.mark.parametrize("key", REASONS)
+def test_a_name_that_is_no_projection_has_its_reason(key):
+    model, _ = mini.build()
+    with pytest.raises(UserError) as error:
+        adapt(model, keys=[key])
+    assert str(error.value).startswith(f"lora_parameters.keys: {key!r} names no projection: {REASONS[key]}")
+    assert "\n  this model has: linear_attn.in_proj_a, linear_attn.in_proj_b, " in str(error.value)
+    assert not adapted_names(model)
+
+
+@pytest.mark.parametrize("family", mini.FAMILIES)
+def test_the_head_of_a_tied_model_is_its_embedding(family):
+    model, _ = mini.build(family, tie_word_embeddings=True)
+    with pytest.raises(UserError, match="'lm_head' names no projection: the head is the embedding in this model"):
+        adapt(model, keys=["lm_head"])
+
+
+def test_a_projection_of_other_blocks():
+    """The last block of four is attention."""
+    with pytest.raises(UserError, match=r"'in_proj_qkv' names no projection of the blocks that num_layers leaves"):
+        adapt(mini.build()[0], num_layers=1, keys=["in_proj_qkv"])
+    assert adapt(mini.build()[0], num_layers=2, keys=["in_proj_qkv"]).targets[0].blocks == 1
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
@@ -144,7 +259,7 @@ def test_one_expert_by_number_is_an_error_with_the_names_that_exist(family):
 
 
 def test_every_unknown_key_is_named():
-    with pytest.raises(UserError, match=r"'zzz' names no projection; 'lm_head' names no projection"):
+    with pytest.raises(UserError, match=r"'zzz' names no projection; 'lm_head' names no projection: the head lies"):
         adapt(mini.build()[0], keys=["zzz", "lm_head"])
 
 
@@ -174,6 +289,8 @@ def test_num_layers_counts_from_the_last(num_layers, adapted, kind):
     trainable = flat(model.trainable_parameters())
     assert {int(re.search(r"layers\.(\d+)\.", name)[1]) for name in trainable} == adapted
     assert adaptation.num_layers == num_layers
+    said = (f"num_layers: the last {num_layers} of 4 blocks train",) if len(adapted) < 4 else ()
+    assert adaptation.notes == said
     if kind != "full":
         linear = len(adapted - {3})
         want = {name: n for name, n in default_targets("qwen3_5", linear, 1).items() if n}

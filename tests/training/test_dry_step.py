@@ -175,9 +175,9 @@ def fail(*args):
 @pytest.mark.parametrize(
     ("keys", "advice"),
     [
-        ({}, "lower max_seq_length, batch_size or lora_parameters.rank ("),
-        ({"grad_checkpoint": False}, "batch_size or lora_parameters.rank, or set grad_checkpoint: true ("),
-        ({"fine_tune_type": "full"}, "lower max_seq_length, batch_size or num_layers ("),
+        ({}, "batch_size (now 3) or lora_parameters.rank ("),
+        ({"grad_checkpoint": False}, "batch_size (now 3) or lora_parameters.rank, or set grad_checkpoint: true ("),
+        ({"fine_tune_type": "full"}, "batch_size (now 3) or num_layers ("),
     ],
 )
 def test_out_of_memory_names_the_longest_row(keys, advice, monkeypatch):
@@ -185,7 +185,8 @@ def test_out_of_memory_names_the_longest_row(keys, advice, monkeypatch):
     with pytest.raises(TrainingStopped) as stop:
         try_rows(mini.trainable(), mini.samples(20, 90, 50), **keys)
     message = str(stop.value)
-    assert message.startswith("longest batch, 3 x 89 positions, its longest row train.jsonl:2 with 90 tokens: out of")
+    place = "longest batch, B = 3, T = 89, its longest row train.jsonl:2 with 90 tokens, 4 blocks: "
+    assert message.startswith(place + "out of memory; lower max_seq_length (now ")
     assert advice in message
 
 
@@ -194,7 +195,7 @@ def test_too_many_buffers_have_an_advice_of_their_own(monkeypatch):
         raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
 
     monkeypatch.setattr("gdtrain.training.dry_step.accumulate", exceed)
-    with pytest.raises(TrainingStopped, match=r"train\.jsonl:1 .*: too many buffers at once; lower max_seq_length;"):
+    with pytest.raises(TrainingStopped, match=r"train\.jsonl:1 .*: too many buffers at once; lower max_seq_len"):
         try_rows(mini.trainable(), mini.samples(20))
 
 

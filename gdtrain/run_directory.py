@@ -2,14 +2,17 @@
 
 import itertools
 import os
-import shutil
 from pathlib import Path
 
+from gdtrain.config import SERVICES
 from gdtrain.errors import UserError
+from gdtrain.files import remove_folder, write_text
 from gdtrain.model.adapter import ADAPTER_CONFIG, ADAPTER_FILE
+from gdtrain.run_lock import check_unlocked
 
-CONFIG_FILE, METRICS_FILE, CHECKPOINTS, BEST = "config.yaml", "metrics.jsonl", "checkpoints", "best"
-_OF_A_RUN = (ADAPTER_FILE, ADAPTER_CONFIG, CONFIG_FILE, METRICS_FILE, CHECKPOINTS, BEST)
+CONFIG_FILE, METRICS_FILE, REPORT_FILE = "config.yaml", "metrics.jsonl", "report.html"
+CHECKPOINTS, BEST = "checkpoints", "best"
+_OF_A_RUN = (ADAPTER_FILE, ADAPTER_CONFIG, CONFIG_FILE, METRICS_FILE, REPORT_FILE, CHECKPOINTS, BEST, *SERVICES)
 
 
 def run_directory(adapter_path: str) -> Path:
@@ -17,24 +20,25 @@ def run_directory(adapter_path: str) -> Path:
     return Path(adapter_path).expanduser()
 
 
-def check_run_directory(folder: Path) -> None:
-    """Raise UserError if no run can be written there: a file is in the way, rights are missing, or it is the current
-    directory and holds files of a run, which are not moved out of it."""
+def check_run_directory(folder: Path, *, resume: bool = False) -> None:
+    """Raise UserError if no run can be written there: a file is in the way, rights are missing, another run goes on in
+    it, or it is the current directory and holds files of a run that does not go on, which are not moved out of it."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"adapter_path: {folder}: {existing} is a file; accepted: a directory, which need not exist")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"adapter_path: {folder}: {existing} cannot be written")
-    if folder.resolve() == Path.cwd() and (earlier := _left_by_earlier(folder)):
+    check_unlocked(folder)
+    if not resume and folder.resolve() == Path.cwd() and (earlier := _left_by_earlier(folder)):
         names = ", ".join(path.name for path in earlier)
         raise UserError(f"adapter_path: {folder} already holds {names}; name another directory, or move them")
 
 
-def make_run_directory(folder: Path, config: str) -> Path | None:
+def make_run_directory(folder: Path, config: str, *, resume: bool = False) -> Path | None:
     """Make the directory, with the resolved config (YAML) in it.
 
     What an earlier run or another tool's adapter left there is moved to a new directory beside it, `<name>-1`,
-    `<name>-2`, ..., never overwritten.
+    `<name>-2`, ..., never overwritten. With resume it stays, and the config takes the place of its config.
 
     Returns:
         Where the earlier files went, or None.
@@ -42,7 +46,7 @@ def make_run_directory(folder: Path, config: str) -> Path | None:
     Raises:
         UserError: the directory cannot be made or written.
     """
-    earlier = _left_by_earlier(folder)
+    earlier = [] if resume else _left_by_earlier(folder)
     moved = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +55,7 @@ def make_run_directory(folder: Path, config: str) -> Path | None:
             moved.mkdir()
             for path in earlier:
                 path.rename(moved / path.name)
-        (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
+        write_text(folder / CONFIG_FILE, config)
     except OSError as error:
         raise UserError(f"adapter_path: {folder} cannot be used: {error.strerror}") from error
     return moved
@@ -61,16 +65,24 @@ def checkpoint_folder(run: Path, iteration: int) -> Path:
     return run / CHECKPOINTS / f"{iteration:07d}"
 
 
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Folders of checkpoints, oldest first; a file manager may have left files of its own among them."""
+    return sorted(p for p in (run / CHECKPOINTS).glob("*") if p.name.isdecimal() and p.is_dir())
+
+
 def drop_old_checkpoints(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for old in _checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
+    """Remove all but the newest `keep` checkpoints. Raises UserError where they cannot be."""
+    for old in checkpoint_folders(run)[:-keep]:
+        try:
+            remove_folder(old)
+        except OSError as error:
+            raise UserError(f"checkpoint: {old} cannot be removed: {error.strerror}") from error
 
 
 def list_checkpoints(run: Path) -> list[str]:
     """What `find_adapter` accepts for a run."""
     last, best = (run / ADAPTER_FILE).is_file(), (run / BEST).is_dir()
-    return ["last"] * last + ["best"] * best + [str(int(folder.name)) for folder in _checkpoints(run)]
+    return ["last"] * last + ["best"] * best + [str(int(folder.name)) for folder in checkpoint_folders(run)]
 
 
 def find_adapter(run: Path, checkpoint: str) -> Path:
@@ -93,8 +105,3 @@ def find_adapter(run: Path, checkpoint: str) -> Path:
 
 def _left_by_earlier(folder: Path) -> list[Path]:
     return [path for name in _OF_A_RUN if (path := folder / name).exists()]
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Folders of checkpoints, oldest first; a file manager may have left files of its own among them."""
-    return sorted(p for p in (run / CHECKPOINTS).glob("*") if p.name.isdecimal() and p.is_dir())

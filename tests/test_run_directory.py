@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gdtrain.errors import UserError
-from gdtrain.training.run_directory import (
+from gdtrain.run_directory import (
     check_run_directory,
     drop_old_checkpoints,
     find_adapter,
