@@ -129,6 +129,24 @@ def bench_shapes(
 
 
 @app.command()
+def init(
+    model: Annotated[str, typer.Argument(help="Folder of the model, its id on the Hub, or tiny.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="The new config.")] = Path("config.yaml"),
+    data: Annotated[str, typer.Option(help="Folder of the rows, which need not be there yet.")] = "data",
+    budget_gb: Annotated[float | None, typer.Option(help="Memory to fill; else that of the device or machine.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a commented config for a model, with rows as long and batches as large as this machine's memory holds.
+
+    Example: gdtrain init Qwen/Qwen3.5-0.8B --output my.yaml
+    """
+    with _interruptible():
+        from gdtrain.commands.init import run_init
+
+        run_init(model, output, data=data, budget_gb=budget_gb)
+
+
+@app.command()
 def check(
     config: Annotated[Path, typer.Argument(help="YAML config of the run.", show_default=False)],
     show: Annotated[int, typer.Option(min=0, metavar="N", help="How many samples to show.")] = 3,
@@ -163,14 +181,14 @@ def plan(
 
     --set kernel=fused plans for a GPU where there is none.
 
-    Exit code 0 if the run fits the budget, tightly or not, and 2 if it will not fit.
+    Exit code 0 if the run fits the budget, tightly or not, and 1 if it will not fit.
 
     Example: gdtrain plan quickstart --max-seq
     """
     with _interruptible():
         from gdtrain.commands.plan import run_plan
 
-        run_plan(
+        fits = run_plan(
             config,
             overrides or [],
             max_seq=max_seq,
@@ -178,6 +196,8 @@ def plan(
             budget_gb=budget_gb,
             json_file=json_file,
         )
+    if not fits:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -11,6 +11,7 @@ BLOCK = 1 << 17
 _SPACE = " \t\n\r"
 # json.loads tells an unfinished text at its very end, but for a string that does not end.
 _MARGIN, _UNFINISHED = 16, "Unterminated string"
+_AFTER = tuple(_SPACE + ",]}")
 _DECODER = json.JSONDecoder()
 
 
@@ -77,7 +78,8 @@ class _Text:
                 if self._ended or not unfinished:
                     raise self._error(error.msg, error.pos) from error
             else:
-                if end < len(self._text) or self._ended:  # a number may go on where the text in memory ends
+                # A number may go on where the text in memory ends: 1, 1. and 1.5e are beginnings of 1.5e7.
+                if self._ended or end + _MARGIN < len(self._text) or self._text[end : end + 1] in _AFTER:
                     self._at = end
                     return value
             self._read()

@@ -60,6 +60,7 @@ def test_what_is_no_run(tmp_path, monkeypatch):
 
 
 def test_a_place_that_cannot_be_written(trained):
+    Path("run/report.html").unlink()
     Path("run/report.html").mkdir()
     result = call("report", "run")
     assert result.code == 2

@@ -26,6 +26,12 @@ def test_what_json_reads(items, block, indent, escaped):
         assert read(content, block) == items
 
 
+@pytest.mark.parametrize("number", ["-0.0", "1.5e7", "1e-5", "12345678901234567890.25"])
+@pytest.mark.parametrize("block", range(1, 9))
+def test_a_number_goes_on_in_the_next_block(number, block):
+    assert read(f"[{number},{number}]", block) == [float(number)] * 2
+
+
 @given(st.text('[]{},:"\\ 1-.eEtrue\nna\u00e9', max_size=14), st.integers(1, 5))
 def test_what_json_refuses_is_refused(text, block):
     try:
