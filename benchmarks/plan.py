@@ -2,13 +2,14 @@
 
     python benchmarks/plan.py --json benchmarks/plan-cpu.json
     python benchmarks/plan.py --json benchmarks/plan-h200.json       on a GPU: Qwen3.5-9B cut to 8 blocks, bfloat16
+    python benchmarks/plan.py --again benchmarks/plan-cpu.json       new forecasts for what was measured
 
 On a CPU: small models of the proportions of Qwen3.5-9B, and SHAPES random ones drawn from the seed in the file. A step
 is the one of `gdtrain finetune`, every position supervised, the last good adapter kept. On a CPU the peak of one step
 differs from the next, since it depends on how far MLX gets ahead of the computation: measured_gb are MLX's peaks of all
-steps but the first. under is what the forecast is above the highest of them, as a part of it (below 0: an out-of-memory
-that was not foreseen), over what it is above their median. by_tasks, on a GPU: the forecast if MLX were ahead of the
-device by so many tasks (see gdtrain/plan/devices.py).
+steps but the first, without mx.compile. under is what the forecast is above the highest of them, as a part of it (below
+0: an out-of-memory that was not foreseen), over what it is above their median. by_tasks, on a GPU: the forecast if MLX
+were ahead of the device by so many tasks (see gdtrain/plan/devices.py).
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from gdkernels.cores import _cores
 from step import KEYS, model_config
 
 from gdtrain.arrays import flat
@@ -173,11 +175,16 @@ def main() -> None:
     parser.add_argument("--only", help="cases whose name begins so")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random cases")
     parser.add_argument("--json", type=Path, help="write the result here as well")
+    parser.add_argument("--again", type=Path, help="a result whose forecasts are to be made anew")
     args = parser.parse_args()
+    if args.again:
+        forecast_again(args.again)
+        return
+    mx.disable_compile()
     on_cpu = mx.default_device() == mx.cpu
     rows: list[dict[str, Any]] = []
     report = {"what": "peaks of training steps, measured and forecast", **describe_machine(device_name())}
-    report |= {"seed": args.seed, "rows": rows}
+    report |= {"cores": _cores(), "seed": args.seed, "rows": rows}
     for case in [*cpu_cases(), *random_cases(seed=args.seed)] if on_cpu else gpu_cases():
         if args.only and not case.name.startswith(args.only):
             continue
@@ -187,18 +194,46 @@ def main() -> None:
         forecast = f"forecast {row['forecast_gb']:.4f} GB, {row['under']:+.1%} {row['over']:+.1%}"
         print(f"{case.name}, {case.B} x {case.T}: {measured}, {forecast}", flush=True)
         if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write(report, args.json)
+
+
+def forecast_again(file: Path) -> None:
+    """For the cores that the rows were measured on."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    report["rows"] = [row | errors(case, row["measured_gb"], report["cores"]) for case, row in measured_cases(report)]
+    write(report, file)
+
+
+def measured_cases(report: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Every row of a result on a CPU with its case."""
+    cases = {(c.name, c.B, c.T): c for c in (*cpu_cases(), *random_cases(seed=report["seed"]))}
+    return ((cases[row["name"], row["B"], row["T"]], row) for row in report["rows"])
+
+
+def write(report: dict[str, Any], file: Path) -> None:
+    """A row a line."""
+    rows = ",\n  ".join(map(json.dumps, report["rows"]))
+    head = json.dumps({**report, "rows": []}, indent=1).removesuffix("[]\n}")
+    file.write_text(f"{head}[\n  {rows}\n ]\n}}\n", encoding="utf-8")
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """One row of the result."""
-    forecast, measured = make_planner(case).forecast(), measure(case)
+    """One row of the result. The model is not in it: see `cpu_cases` and `random_cases`."""
+    measured = [size / 1e9 for size in measure(case)]
+    values = {name: value for name, value in case._asdict().items() if name != "config"}
+    return {**values, "measured_gb": measured, **errors(case, measured)}
+
+
+def errors(case: Case, measured: list[float], cores: int | None = None) -> dict[str, Any]:
+    """The forecast and how far it is off; cores: of a CPU, None for those of this machine."""
+    planner = make_planner(case)
+    if cores is not None:
+        planner.cores = cores
+    forecast = planner.forecast()
     return {
-        **case._asdict(),
-        "measured_gb": [size / 1e9 for size in measured],
         "forecast_gb": forecast.total / 1e9,
-        "under": forecast.total / max(measured) - 1,
-        "over": forecast.total / statistics.median(measured) - 1,
+        "under": forecast.total / 1e9 / max(measured) - 1,
+        "over": forecast.total / 1e9 / statistics.median(measured) - 1,
         "parts_gb": {part.name: part.size / 1e9 for part in forecast.parts},
         "peak_of": forecast.moment,
     }

@@ -1,5 +1,6 @@
 """The command line: arguments in, one call, tables out. Heavy imports happen inside the commands."""
 
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -347,10 +348,20 @@ def main() -> NoReturn:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
+    """Within it SIGTERM is what Ctrl-C is, unless the process was started to ignore it."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except KeyboardInterrupt as error:
         raise Interrupted(str(error) or "interrupted") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt("terminated")
 
 
 def _fail(error: BaseException, code: int, debug: bool) -> NoReturn:

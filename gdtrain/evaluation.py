@@ -14,6 +14,8 @@ from gdtrain.errors import TrainingStopped
 from gdtrain.loss import supervised_positions, token_loss
 from gdtrain.memory import clear_cache_above
 from gdtrain.model.head import find_head
+from gdtrain.session import Session
+from gdtrain.stops import explain_stop
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,57 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        """Infinite where a float cannot hold it."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+class BatchError(RuntimeError):
+    """What MLX raised while it worked on a batch of this size."""
+
+    def __init__(self, error: RuntimeError, size: str) -> None:
+        super().__init__(str(error))
+        self.size = size
+
+
+def evaluate_split(
+    session: Session,
+    split: str,
+    limit: int,
+    *,
+    one_by_one: bool = False,
+    when: str = "evaluation",
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """`evaluate` on a split of a session, as its config says.
+
+    Args:
+        limit: batches at most, -1 for all. when: for messages.
+
+    Raises:
+        TrainingStopped: the loss is not finite, or the device failed and it is known what to change.
+    """
+    config = session.config
+    try:
+        return evaluate(
+            session.model,
+            session.data.samples[split],
+            batch_size=config.batch_size,
+            max_seq_length=config.max_seq_length,
+            batches=limit,
+            one_by_one=one_by_one,
+            cache_threshold=config.clear_cache_threshold,
+            progress=progress,
+        )
+    except TrainingStopped as stop:
+        raise TrainingStopped(f"{when}: {stop}") from stop
+    except BatchError as error:
+        stopped = explain_stop(error, f"{when}, {error.size}", config, len(session.model.layers))
+        if stopped is error:
+            raise
+        raise stopped from error
 
 
 def evaluate(
@@ -53,6 +105,7 @@ def evaluate(
 
     Raises:
         TrainingStopped: the loss is not finite.
+        BatchError: MLX failed.
     """
     was_training = model.training
     model.eval()
@@ -65,7 +118,11 @@ def evaluate(
     try:
         for done, indices in enumerate(chosen, start=1):
             batch = collate(samples, indices, max_tokens=max_seq_length)
-            loss = scalar(token_loss(model, batch.inputs, supervised_positions(batch, vocabulary)))
+            try:
+                loss = scalar(token_loss(model, batch.inputs, supervised_positions(batch, vocabulary)))
+            except RuntimeError as error:
+                rows_, positions_ = batch.inputs.shape
+                raise BatchError(error, f"B = {rows_}, T = {positions_}") from error
             if not math.isfinite(loss):
                 places = ", ".join(samples[i].where for i in batch.rows)
                 raise TrainingStopped(f"the loss of these rows is {loss}: {places}")

@@ -53,7 +53,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
         _flush(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        recover_folders(folder.parent)
+        recover_folders(folder.parent, folder.name)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
@@ -65,22 +65,26 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(partial)
 
 
-def recover_folders(parent: Path) -> None:
-    """Put right what a process left in `parent` that ended within `write_folder` or `remove_folder`."""
-    for old in parent.glob(_OLD + "*"):
+def recover_folders(parent: Path, pattern: str = "*") -> None:
+    """Put right what a process left in `parent` that ended within a function of this file, of files and folders whose
+    name fits the pattern: whole folders come back, parts go."""
+    for old in parent.glob(_OLD + pattern):
         folder = old.with_name(old.name.removeprefix(_OLD))
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(folder)
-    for partial in parent.glob(PARTIAL + "*"):
-        shutil.rmtree(partial, ignore_errors=True)
+    for partial in parent.glob(PARTIAL + pattern):
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
 
 
 def say_fault(error: Exception, path: Path) -> str:
     """Of an error in writing `path`, with the room that is left there."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return f"{error} ({shutil.disk_usage(existing).free / 1e6:,.0f} MB free on its disk)"
+    return f"{error} ({shutil.disk_usage(existing).free / 1e6:,.3g} MB free on its disk)"
 
 
 def digest(file: Path) -> str:

@@ -1,6 +1,7 @@
 """Files a command writes because an option names them: checked before the work, written after it."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ def check_output(option: str, file: Path | None) -> None:
         raise UserError(f"{option}: {file} cannot be written: it is a directory")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise UserError(f"{option}: {file} cannot be written: permission denied")
+
+
+def finite(x: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return x if math.isfinite(x) else None
 
 
 def write_json(option: str, file: Path, figures: dict[str, Any]) -> None:

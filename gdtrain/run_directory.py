@@ -2,16 +2,17 @@
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 from gdtrain.config import SERVICES
 from gdtrain.errors import UserError
-from gdtrain.files import remove_folder, write_text
+from gdtrain.files import recover_folders, remove_folder, write_text
 from gdtrain.model.adapter import ADAPTER_CONFIG, ADAPTER_FILE
 from gdtrain.run_lock import check_unlocked
 
 CONFIG_FILE, METRICS_FILE, REPORT_FILE = "config.yaml", "metrics.jsonl", "report.html"
-CHECKPOINTS, BEST = "checkpoints", "best"
+CHECKPOINTS, BEST, BEST_FILE = "checkpoints", "best", "validation.json"
 _OF_A_RUN = (ADAPTER_FILE, ADAPTER_CONFIG, CONFIG_FILE, METRICS_FILE, REPORT_FILE, CHECKPOINTS, BEST, *SERVICES)
 
 
@@ -46,6 +47,7 @@ def make_run_directory(folder: Path, config: str, *, resume: bool = False) -> Pa
     Raises:
         UserError: the directory cannot be made or written.
     """
+    tidy(folder)
     earlier = [] if resume else _left_by_earlier(folder)
     moved = None
     try:
@@ -67,7 +69,25 @@ def checkpoint_folder(run: Path, iteration: int) -> Path:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """Folders of checkpoints, oldest first; a file manager may have left files of its own among them."""
-    return sorted(p for p in (run / CHECKPOINTS).glob("*") if p.name.isdecimal() and p.is_dir())
+    folders = [p for p in (run / CHECKPOINTS).glob("*") if p.name.isdecimal() and p.is_dir()]
+    return sorted(folders, key=lambda p: int(p.name))
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Give a damaged checkpoint a name by which it no longer counts as one. Raises UserError."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        return checkpoint.rename(aside)
+    except OSError as error:
+        raise UserError(f"checkpoint: {checkpoint} cannot be renamed: {error.strerror}") from error
+
+
+def tidy(run: Path) -> None:
+    """Put right what a process left that was killed while it wrote; nobody else writes there now."""
+    recover_folders(run / CHECKPOINTS)
+    for name in (BEST, *_OF_A_RUN, f"*-{REPORT_FILE}"):
+        recover_folders(run, name)
 
 
 def drop_old_checkpoints(run: Path, keep: int) -> None:

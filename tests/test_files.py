@@ -117,7 +117,7 @@ def test_a_folder_whose_process_ended(renames, tmp_path, monkeypatch):
         return rename(self, to)
 
     with monkeypatch.context() as patch, suppress(Killed):
-        patch.setattr(files, "recover_folders", lambda parent: None)
+        patch.setattr(files, "recover_folders", lambda *args: None)
         patch.setattr(files.shutil, "rmtree", lambda *args, **keys: None)
         patch.setattr(Path, "rename", killed)
         write_folder(tmp_path / "f", make("two"))

@@ -12,11 +12,11 @@ from gdtrain.config import RunConfig
 from gdtrain.config_file import load_config, shipped_config
 from gdtrain.data.sources import SPLITS
 from gdtrain.errors import UserError
-from gdtrain.evaluation import Evaluation, evaluate
+from gdtrain.evaluation import Evaluation, evaluate_split
 from gdtrain.memory import set_limits
 from gdtrain.model.adapter import ADAPTER_FILE, check_adapter_file, load_adapter
 from gdtrain.model.swap import check_kernel
-from gdtrain.output_file import check_output, write_json
+from gdtrain.output_file import check_output, finite, write_json
 from gdtrain.run_directory import CONFIG_FILE, find_adapter, run_directory
 from gdtrain.session import Session, open_data, open_session
 
@@ -59,7 +59,7 @@ def run_evaluate(
         "kernel": session.swapped.choice.backend,
         **{key: value for key, value in asdict(result).items() if key != "row_losses"},
         "rows_in_split": len(data.samples[split]),
-        "perplexity": result.perplexity,
+        "perplexity": finite(result.perplexity),
         "peak_memory_gb": mx.get_peak_memory() / 1e9,
     }
     for name, value in figures.items():
@@ -68,25 +68,21 @@ def run_evaluate(
         comparison = Comparison(data.samples[split], base, result)
         for line in ("", *comparison.lines()):
             console.print(line, markup=False, soft_wrap=True)
-        figures |= {"base_loss": base.loss, "base_perplexity": base.perplexity, "records": comparison.records()}
+        figures |= {"base_loss": base.loss, "base_perplexity": finite(base.perplexity), "records": comparison.records()}
     if json_file is not None:
         write_json("--json", json_file, figures)
 
 
 def _evaluate(session: Session, split: str, console: Console, what: str, *, one_by_one: bool) -> Evaluation:
     config = session.config
+    limit = {"valid": config.val_batches, "test": config.test_batches, "train": -1}[split]
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(what)
-        return evaluate(
-            session.model,
-            session.data.samples[split],
-            batch_size=config.batch_size,
-            max_seq_length=config.max_seq_length,
-            batches={"valid": config.val_batches, "test": config.test_batches, "train": -1}[split],
-            one_by_one=one_by_one,
-            cache_threshold=config.clear_cache_threshold,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return evaluate_split(session, split, limit, one_by_one=one_by_one, progress=progress)
 
 
 def _shown(value: object) -> str:

@@ -1,13 +1,14 @@
 """gdtrain finetune: from a config to a run directory. Faults are found in the order of their cost: in the config, the
 data, the model; only then is anything written."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from gdtrain.config import RunConfig
 from gdtrain.config_file import dump_yaml, load_config
 from gdtrain.data.stdlib import STDLIB
 from gdtrain.errors import UserError
-from gdtrain.evaluation import evaluate
+from gdtrain.evaluation import evaluate_split
 from gdtrain.memory import limits_in_effect, set_limits
 from gdtrain.model.adapter import load_adapter
 from gdtrain.model.load import find_model
@@ -21,7 +22,7 @@ from gdtrain.training.dry_step import dry_step
 from gdtrain.training.fingerprint import take_fingerprint
 from gdtrain.training.forecast import forecast
 from gdtrain.training.loop import train
-from gdtrain.training.resume import check_contents, find_resume
+from gdtrain.training.resume import check_contents, check_resumable, find_resume, resumed_lines
 from gdtrain.training.run_plan import check_places, notes, plan_run
 from gdtrain.training.step import build_step, compile_policy
 
@@ -39,7 +40,7 @@ def run_finetune(config_file: Path, overrides: list[str], *, resume: bool = Fals
     check_places(config, resume=resume)
     console.line("# resolved config\n" + dump_yaml(with_absolute_paths(config)))
     limits = set_limits(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
-    for note in (*limits, *notes(config)):
+    for note in (*limits, *notes(config, resume=resume)):
         console.line(f"note: {note}")
 
     if config.train:
@@ -52,39 +53,46 @@ def run_finetune(config_file: Path, overrides: list[str], *, resume: bool = Fals
 
 
 def _train(config: RunConfig, folder: Path, console: RunConsole, *, resume: bool, dry_run: bool) -> Session:
-    checkpoint = find_resume(folder, config, console.line) if resume else None
-    data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
-    batches, iterations = plan_run(config, data, console.line)
-    session = open_session(config, data, console.line)
-    fingerprint = take_fingerprint(config, data.samples, find_model(config.model).folder)
-    if checkpoint is not None:
-        check_contents(checkpoint, fingerprint)
-    adaptation = adapt_as(config, session.model, load_file=checkpoint is None)
-    for note in adaptation.notes:
-        console.line(note)
-    policy = compile_policy(config.compile)
-    limits = limits_in_effect(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
-    header = describe(session, adaptation, policy.compiled, policy.reason) | {"iterations": iterations} | limits
-    console.line("")
-    for line in header_lines(header):
-        console.line(line)
-    if shown := [f"{key} {gb:g}" for key, gb in limits.items() if gb is not None]:
-        console.line(f"limits  {', '.join(shown)}")
-    console.targets(adaptation.targets)
-    console.line("")
-
-    step = build_step(session.model, compiled=policy.compiled)
-    tried = dry_step(session, step, batches.collate(batches.longest(iterations)))
-    console.line(tried.line())
-    if dry_run:
-        for line in forecast(config, batches, iterations, tried):
+    with ExitStack() as stack:
+        checkpoint = None
+        if resume:  # locked before it is looked at: another run may be about to end
+            check_resumable(folder)
+            stack.enter_context(run_lock(folder, console.line))
+            checkpoint = find_resume(folder, config, console.line)
+        data = open_data(config, ["train", "valid", *(["test"] if config.test else [])], console.line)
+        batches, iterations = plan_run(config, data, console.line)
+        session = open_session(config, data, console.line)
+        fingerprint = take_fingerprint(session, find_model(config.model).folder)
+        if checkpoint is not None:
+            check_contents(checkpoint, fingerprint, iterations)
+        adaptation = adapt_as(config, session.model, load_file=checkpoint is None)
+        for note in adaptation.notes:
+            console.line(note)
+        policy = compile_policy(config.compile)
+        limits = limits_in_effect(config.memory_limit_gb, config.cache_limit_gb, config.wired_limit_gb)
+        header = describe(session, adaptation, policy.compiled, policy.reason) | {"iterations": iterations} | limits
+        console.line("")
+        for line in header_lines(header):
             console.line(line)
-        return session
-    with run_lock(folder, console.line):
+        if shown := [f"{key} {gb:g}" for key, gb in limits.items() if gb is not None]:
+            console.line(f"limits  {', '.join(shown)}")
+        console.targets(adaptation.targets)
+        console.line("")
+
+        step = build_step(session.model, compiled=policy.compiled)
+        tried = dry_step(session, step, batches.collate(batches.longest(iterations)))
+        console.line(tried.line())
+        if dry_run:
+            for line in forecast(config, batches, iterations, tried):
+                console.line(line)
+            return session
+        if checkpoint is None:
+            stack.enter_context(run_lock(folder, console.line))
         if moved := make_run_directory(folder, dump_yaml(with_absolute_paths(config)), resume=resume):
             console.line(f"{folder} held an earlier run or adapter; it is now in {moved}")
         if checkpoint is not None:
-            console.line(f"resumed from {checkpoint.folder}, iteration {checkpoint.iteration} of {iterations}")
+            for line in resumed_lines(checkpoint, fingerprint, iterations):
+                console.line(line)
         train(
             session,
             adaptation,
@@ -101,20 +109,12 @@ def _train(config: RunConfig, folder: Path, console: RunConsole, *, resume: bool
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Local paths made absolute, so that the saved config means the same from every directory."""
+    """Paths of what is read made absolute, so that the saved config finds it from every directory."""
     named = {key: getattr(config, key) for key in ("model", "data", "resume_adapter_file")}
     paths = {key: Path(name).expanduser() for key, name in named.items() if name and name not in (TINY, STDLIB)}
     return config.model_copy(update={key: str(path.resolve()) for key, path in paths.items() if path.exists()})
 
 
 def _test(session: Session, console: RunConsole) -> None:
-    config = session.config
-    result = evaluate(
-        session.model,
-        session.data.samples["test"],
-        batch_size=config.batch_size,
-        max_seq_length=config.max_seq_length,
-        batches=config.test_batches,
-        cache_threshold=config.clear_cache_threshold,
-    )
+    result = evaluate_split(session, "test", session.config.test_batches)
     console.line(f"test loss {result.loss:.3f}, perplexity {result.perplexity:.2f}, {result.rows:,} rows")

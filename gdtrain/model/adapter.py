@@ -30,14 +30,26 @@ class AdapterFiles:
 
 
 def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptation, base: str) -> None:
-    """Write adapters.safetensors and adapter_config.json, each whole or not at all, and the weights read back.
-
-    Args:
-        weights: the trainable parameters by name.
-        base: the model's folder or Hub id as the config names it; told to the reader, not used by stock mlx_lm.
+    """As `write_adapter`.
 
     Raises:
         UserError: the folder cannot be written, for example because the disk is full.
+    """
+    try:
+        write_adapter(folder, weights, adaptation, base)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"adapter: {folder} cannot be written: {say_fault(error, folder)}") from error
+
+
+def write_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptation, base: str) -> None:
+    """Write adapters.safetensors and adapter_config.json, each whole or not at all, and the weights read back.
+
+    Args:
+        weights: the trainable parameters by name, evaluated.
+        base: the model's folder or Hub id as the config names it; told to the reader, not used by stock mlx_lm.
+
+    Raises:
+        OSError, RuntimeError: the folder cannot be written.
     """
     config = {
         "model": base,
@@ -45,12 +57,8 @@ def save_adapter(folder: Path, weights: dict[str, mx.array], adaptation: Adaptat
         "num_layers": adaptation.num_layers,
         "lora_parameters": adaptation.lora_parameters,
     }
-    mx.eval(weights)
-    try:
-        write_tensors(folder / ADAPTER_FILE, weights)
-        write_text(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"adapter: {folder} cannot be written: {say_fault(error, folder)}") from error
+    write_tensors(folder / ADAPTER_FILE, weights)
+    write_text(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def load_adapter_weights(model: nn.Module, file: Path) -> None:

@@ -1,12 +1,10 @@
 """Gated attention: gdtrain.model.layers and gdtrain.model.attention."""
 
+from gdtrain.model.attention import _BLOCK_BYTES, _CPU_QUERIES, _GPU_QUERIES
 from gdtrain.plan.pieces import Kept, Pieces
 from gdtrain.plan.sizes import Attention, Block
 from gdtrain.plan.tape import Buffer
 
-# Those of gdtrain.model.attention: bytes of the float32 scores of a block, and its queries at most.
-BLOCK_BYTES = 256 * 2**20
-CPU_QUERIES, GPU_QUERIES = 64, 1024
 # Blocks that are laid out, the last ones, which have the most scores. The others are what they make.
 _SPANS = 32
 
@@ -71,8 +69,8 @@ class AttentionTape:
     def _spans(self) -> list[tuple[int, int]]:
         """First and last (exclusive) query of every block."""
         B, T = self.p.run.B, self.p.run.T
-        most = GPU_QUERIES if self.p.run.gpu else CPU_QUERIES
-        queries = max(1, min(most, BLOCK_BYTES // (4 * B * self.layer.H * T)))
+        most = _GPU_QUERIES if self.p.run.gpu else _CPU_QUERIES
+        queries = max(1, min(most, _BLOCK_BYTES // (4 * B * self.layer.H * T)))
         return [(first, min(T, first + queries)) for first in range(0, T, queries)]
 
     def _attend(self) -> Buffer:

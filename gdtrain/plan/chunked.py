@@ -1,12 +1,12 @@
 """gdkernels.chunked on the tape: MLX operations in float32, for a block of chunks at a time."""
 
+from gdkernels.blocks import _BLOCK_BYTES
+
 from gdtrain.plan.pieces import Pieces
 from gdtrain.plan.rules import RULE, Gradients, Rule
 from gdtrain.plan.sizes import DeltaNet
 from gdtrain.plan.tape import Buffer
 
-# That of gdkernels.blocks: scratch of a block.
-BLOCK_BYTES = 512 * 2**20
 # Chunks that are laid out one after another; of more, each stands for several.
 _CHUNKS = 48
 
@@ -76,7 +76,7 @@ class ChunkedRule(Rule):
         return (*joined, self.make(0, *gates))
 
     def _blocks(self) -> list[int]:
-        return self.spans(BLOCK_BYTES // (8 * self.vv + 12 * self.v + 3 * self.s + 6 * self.k))
+        return self.spans(_BLOCK_BYTES // (8 * self.vv + 12 * self.v + 3 * self.s + 6 * self.k))
 
     def _steps(self, n: int) -> tuple[float, float, float, int]:
         """Bytes of keys, values and the state in one step of n chunks, and how many steps."""

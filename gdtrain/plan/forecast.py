@@ -14,10 +14,10 @@ step.py) as the device would run it (devices.py). An update takes new parameters
 step: the peak is an update's where that is more.
 """
 
-import os
 from dataclasses import dataclass
 
 import mlx.core as mx
+from gdkernels.cores import _cores
 
 from gdtrain.config import RunConfig
 from gdtrain.plan.adapter import Trained, trained_blocks
@@ -81,6 +81,7 @@ class Planner:
         self.weights = weight_bytes(self.sizes, self.storage)
         self.device: Device = device_of(config.kernel)
         self.chunk = default_chunk(self.device) if config.chunk_size is None else config.chunk_size
+        self.cores = _cores()
         self.backend = backend_of(config.kernel, self.sizes, self.device, self.chunk)
 
     @property
@@ -114,12 +115,11 @@ class Planner:
         peak = lay_out(self._step(), self._run(rows, tokens - 1)).play(self.device.lead, room)
         trained = sum(block.bytes for block in self.trained)
         update = int(_UPDATE * trained)
-        if update > self.device.factor * peak.size:
+        if update > peak.size:
             return Forecast((*static, Part("gradients", update, update, "with new parameters and moments")), "update")
         dynamic = []
         for part, name in _LINES.items():
-            size, most = (int(self.device.factor * sizes.get(part, 0)) for sizes in (peak.parts, peak.most))
-            dynamic.append(Part(name, size, most))
+            dynamic.append(Part(name, peak.parts.get(part, 0), peak.most.get(part, 0)))
         return Forecast((*static, *dynamic), "step")
 
     def _static(self) -> list[Part]:
@@ -157,5 +157,5 @@ class Planner:
             backend=self.backend,
             chunk=self.chunk,
             gpu=self.device.gpu,
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=self.cores,
         )

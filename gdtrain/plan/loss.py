@@ -1,12 +1,10 @@
 """The loss on the tape: gdtrain.loss and gdtrain.head_loss."""
 
+from gdtrain.head_loss import _MULTIPLE, BLOCK_BYTES
 from gdtrain.plan.pieces import Pieces
 from gdtrain.plan.tape import Buffer
 
 LOSS = "loss"
-# Those of gdtrain.head_loss: bytes of a block of rows, and what their number is a multiple of.
-BLOCK_BYTES = 256 * 2**20
-MULTIPLE = 64
 # Blocks that are laid out, the last ones. The others are the gradients that they make.
 _BLOCKS = 16
 
@@ -20,7 +18,7 @@ def loss_backward(pieces: Pieces, x: Buffer, hidden: int, vocabulary: int, head:
     tape, run = pieces.tape, pieces.run
     tape.part, before = LOSS, tape.part
     normed, kept = pieces.norm(x, hidden, weight=False)
-    positions = -(-run.positions // MULTIPLE) * MULTIPLE
+    positions = -(-run.positions // _MULTIPLE) * _MULTIPLE
     rest = tape.make(positions * hidden * run.itemsize, normed, views=2)
     gradients: list[Buffer] = []
     losses: list[Buffer] = []
@@ -36,18 +34,20 @@ def loss_backward(pieces: Pieces, x: Buffer, hidden: int, vocabulary: int, head:
             loss, d = tape.small(3, y), tape.over(logits, y)
         else:
             wide = y if run.itemsize == 4 else tape.make(2 * logits, y)
-            loss = tape.small(8, wide, views=4)
-            spread = tape.make(rows * vocabulary * 4)
-            spread = tape.over(rows * vocabulary * 4, spread, loss, commands=3)
+            loss = tape.small(4, wide, views=4)
+            spread = tape.make(rows * vocabulary * 4, commands=4)
+            spread = tape.over(rows * vocabulary * 4, spread, loss, commands=6)
             soft = tape.over(rows * vocabulary * 4, wide)
             d = tape.over(rows * vocabulary * 4, spread, tape.over(rows * vocabulary * 4, soft))
             d = d if run.itemsize == 4 else tape.make(logits, d)
         gradients.append(tape.make(rows * hidden * run.itemsize, d, commands=3, reads=head))
         losses = [tape.small(1, loss, *losses)]
         rest = tape.view(rest, gradients[-1], losses[0])
-    joined = tape.make(positions * hidden * run.itemsize, *gradients, commands=1 + len(gradients))
-    joined = tape.over(positions * hidden * run.itemsize, joined)
-    spread = pieces.act_over(hidden, pieces.act(hidden), joined, views=1)
+    made = gradients[0]
+    if len(gradients) > 1:
+        made = tape.make(positions * hidden * run.itemsize, *gradients, commands=1 + len(gradients))
+    made = tape.over(positions * hidden * run.itemsize, made, views=5)
+    spread = pieces.act_over(hidden, pieces.act(hidden, commands=4), made, views=1)
     dx = pieces.norm_backward(tape.view(spread), kept, hidden)
     tape.part = before
     return losses[0], dx
@@ -56,4 +56,4 @@ def loss_backward(pieces: Pieces, x: Buffer, hidden: int, vocabulary: int, head:
 def _rows(vocabulary: int, itemsize: int, *, gpu: bool) -> int:
     """Of a block."""
     fit = max(1, int(BLOCK_BYTES / (vocabulary * (2 * itemsize if gpu else 16))))
-    return fit // MULTIPLE * MULTIPLE or 1 << (fit.bit_length() - 1)
+    return fit // _MULTIPLE * _MULTIPLE or 1 << (fit.bit_length() - 1)

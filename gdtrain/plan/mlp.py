@@ -51,7 +51,9 @@ class MixtureTape:
         i, h = self.between, self.behind
         logits, self.kept_router = p.linear(x, self.router, self.router.name in self.trained)
         self.scores = p.act_over(n, logits)
-        chosen = p.tape.small(10, p.tape.make(p.run.positions * 4 * n, self.scores), views=5)
+        # The chosen ones are a view of all in order, which therefore stays.
+        self.ranks = p.tape.make(p.run.positions * 4 * n, self.scores)
+        chosen = p.tape.small(10, self.ranks, views=5)
         self.rows = p.act(h, x, chosen, views=2)
         self.u, self.kept_up = p.linear(self.rows, self.up, self.up.name in self.trained)
         self.g, self.kept_gate = p.linear(self.rows, self.gate, self.gate.name in self.trained)
@@ -71,7 +73,7 @@ class MixtureTape:
         p, i, h, trained = self.p, self.between, self.behind, self.trained
         hidden, n = self.router.inputs, self.experts.routed
         d_scores = p.tape.small(13, p.act_over(h, dy, self.y, views=2), views=6)
-        d_logits = p.act(n, p.act(n, d_scores, views=2), self.scores)
+        d_logits = p.act(n, p.act(n, d_scores, self.ranks, views=2), self.scores)
         d = p.act(h, p.act_over(h, dy, self.scores, views=2), self.chosen)  # back in the order of the experts
         d = p.linear_backward(d, self.down, self.kept_down, self.down.name in trained)
         d_silu, d_up = p.act_over(i, d, self.u), p.act_over(i, d, self.silu)

@@ -6,23 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from gdtrain.errors import UserError
+from gdtrain.model.family import MODEL_TYPES, family_of, is_tied
 from gdtrain.model.tiny_path import TINY, tiny_model_path
 
-# Those of gdtrain.model.load, which cannot be asked without importing mlx-lm.
-MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 _FILE = "config.json"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A config.json. file: where it was found, for messages. text: the part about the language model."""
+    """A config.json. file: where it was found, for messages. family: one of MODEL_TYPES. text: the part about the
+    language model."""
 
     file: Path
     values: dict[str, Any]
+    family: str
 
     @property
-    def model_type(self) -> str:
-        return str(self.values["model_type"])
+    def tied(self) -> bool:
+        """Whether the embedding is the head too."""
+        return is_tied(self.values)
 
     @property
     def text(self) -> dict[str, Any]:
@@ -65,9 +67,11 @@ def find_model_config(name: str) -> ModelConfig:
         raise UserError(f"model: {file} is not valid JSON: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("text_config", {}), dict):
         raise UserError(f"model: {file} is not the config.json of a model")
-    if values.get("model_type") not in MODEL_TYPES:
-        raise UserError(f"model: {name} is of type {values.get('model_type')!r}; accepted: {', '.join(MODEL_TYPES)}")
-    return ModelConfig(file, values)
+    family = family_of(values)
+    if family not in MODEL_TYPES:
+        kind = values.get("model_type")
+        raise UserError(f"model: {name} is of type {kind!r}; a forecast can be made for {', '.join(MODEL_TYPES)}")
+    return ModelConfig(file, values, family)
 
 
 def _find(name: str) -> Path:
@@ -95,6 +99,6 @@ def _find_in_cache(name: str, accepted: str) -> Path:
     if not isinstance(cached, str):
         raise UserError(
             f"model: {name} is no folder here, and its {_FILE} is not in the cache of the Hub; accepted: {accepted}. "
-            f"`hf download {name} {_FILE}` puts it there"
+            f"`hf download {name} {_FILE}` puts it there; `--set model=FILE` takes a config.json from elsewhere"
         )
     return Path(cached)

@@ -17,7 +17,8 @@ class Run:
     """What a step runs on and with.
 
     B, T: rows and their positions. itemsize: bytes of an activation. rank, dropout: of the adapters. kind: of
-    fine-tuning. packed: rows of several documents. backend, chunk: of the rule. gpu: whether MLX has its GPU kernels. cores: that share the rule on a CPU.
+    fine-tuning. packed: rows of several documents. backend, chunk: of the rule. gpu: whether MLX has its GPU kernels.
+    cores: that share the rule on a CPU.
     """
 
     B: int
@@ -39,8 +40,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the backward of a projection needs: its input; its weight, where DoRA makes it of a quantised one; and of its adapter, if there is one, the input in float32,
-    the product with the first matrix, and what dropout left. before: the output that DoRA scales."""
+    """What the backward of a projection needs: its input; its weight, where DoRA makes it of a quantised one; and of
+    its adapter, if there is one, the input in float32, the product with the first matrix, and what dropout left.
+    before: the output that DoRA scales."""
 
     x: Buffer
     weight: Buffer | None = None

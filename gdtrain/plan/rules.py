@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from math import ceil
 
+from gdkernels.fused.rule import _LAUNCH_PRODUCTS as FUSED_PRODUCTS
+from gdkernels.fused.rule import _SPAN_BYTES as FUSED_BYTES
+from gdkernels.recurrent.layout import LAUNCH_MULTIPLY_ADDS, SUMS_BYTES
+
+from gdtrain.bench.estimate import _STATES_PER_STEP
 from gdtrain.plan.pieces import Pieces
 from gdtrain.plan.sizes import DeltaNet
 from gdtrain.plan.tape import Buffer
 
 RULE = "rule"
-# Those of gdkernels: scratch of a span, and multiply-adds of a launch.
-FUSED_BYTES, FUSED_PRODUCTS = 512 * 2**20, 25e9
-RECURRENT_BYTES, RECURRENT_PRODUCTS = 256 * 2**20, 6e9
-# Of automatic differentiation, states for every token: see gdtrain.bench.estimate.
-_STATES_PER_STEP = 4.25
 
 Gradients = tuple[Buffer, Buffer, Buffer, Buffer]
 
@@ -128,7 +128,7 @@ class RecurrentRule(Rule):
         net, C, B = self.net, self.C, self.p.run.B
         tokens = [self.p.tape.view(x, dy) for x in (*self.inputs, dy)]
         sums = 4 * B * net.Hv * ceil(net.Dv / 8) * 2 * net.Dk
-        fit = min(RECURRENT_PRODUCTS // (13 * B * net.Hv * net.Dv * net.Dk), RECURRENT_BYTES // sums)
+        fit = min(LAUNCH_MULTIPLY_ADDS // (13 * B * net.Hv * net.Dv * net.Dk), SUMS_BYTES // sums)
         d_state = self.make(self.state)
         parts: list[tuple[Buffer, ...]] = []
         for n in self.spans(fit // C):

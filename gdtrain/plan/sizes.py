@@ -115,12 +115,12 @@ def read_sizes(config: ModelConfig, storage: Storage) -> ModelSizes:
     number = config.number
     hidden = number("hidden_size")
     interval = max(1, number("full_attention_interval", 4))
-    prefix = "" if config.model_type == "qwen3_next" else "language_model."
+    prefix = "" if config.family == "qwen3_next" else "language_model."
     blocks = tuple(
         _stored(_block(config, hidden, i, (i + 1) % interval != 0), storage, f"{prefix}model.layers.{i}.")
         for i in range(number("num_hidden_layers"))
     )
-    return ModelSizes(prefix, hidden, number("vocab_size"), config.flag("tie_word_embeddings"), blocks)
+    return ModelSizes(prefix, hidden, number("vocab_size"), config.tied, blocks)
 
 
 def weight_bytes(sizes: ModelSizes, storage: Storage) -> dict[str, int]:
@@ -165,7 +165,7 @@ def _delta_net(config: ModelConfig, hidden: int) -> tuple[DeltaNet, list[Matrix]
         taps=number("linear_conv_kernel_dim", 4),
     )
     qkv = 2 * net.keys + net.values
-    if config.model_type == "qwen3_next":
+    if config.family == "qwen3_next":
         inputs = {"in_proj_qkvz": qkv + net.values, "in_proj_ba": 2 * net.Hv}
     else:
         inputs = {"in_proj_qkv": qkv, "in_proj_z": net.values, "in_proj_b": net.Hv, "in_proj_a": net.Hv}
@@ -194,7 +194,7 @@ def _attention(config: ModelConfig, hidden: int) -> tuple[Attention, list[Matrix
 def _mlp(config: ModelConfig, hidden: int, i: int) -> tuple[int | Experts, list[Matrix]]:
     number = config.number
     count = number("num_experts", 0)
-    if config.model_type == "qwen3_next":
+    if config.family == "qwen3_next":
         dense = config.text.get("mlp_only_layers") or []
         sparse = count > 0 and i not in dense and (i + 1) % max(1, number("decoder_sparse_step", 1)) == 0
     else:

@@ -34,14 +34,19 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The fault of a sink never hides the one that ends the run."""
-        self._file.close()
+        """All are closed; a fault in that never hides the one that ends the run."""
+        faults: list[UserError] = []
+        try:
+            self._file.close()  # writes once more what a full disk did not take
+        except OSError as fault:
+            faults.append(self._fault(fault))
         for sink in self._sinks:
             try:
                 sink.close()
-            except UserError:
-                if error is None:
-                    raise
+            except UserError as fault:
+                faults.append(fault)
+        if faults and error is None:
+            raise faults[0]
 
     def write(self, kind: str, iteration: int, **values: Any) -> None:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -49,9 +54,12 @@ class MetricsFile:
             self._file.write(json.dumps({"kind": kind, "iteration": iteration, **values}) + "\n")
             self._file.flush()
         except OSError as error:
-            raise UserError(f"adapter_path: {self._file.name} cannot be written: {error.strerror}") from error
+            raise self._fault(error) from error
         for sink in self._sinks:
             sink.log(kind, iteration, values)
+
+    def _fault(self, error: OSError) -> UserError:
+        return UserError(f"adapter_path: {self._file.name} cannot be written: {error.strerror}")
 
 
 def _cut_last_line(path: Path) -> None:

@@ -109,7 +109,7 @@ def _status(history: History, running: bool) -> str:
     elif kind == "broken":
         text += (
             '<p class="reason">The process ended without a word. '
-            "<code>gdtrain finetune --resume</code> goes on from its last checkpoint.</p>"
+            "<code>gdtrain finetune CONFIG --resume</code> goes on from its last checkpoint.</p>"
         )
     if history.planned:
         done = min(history.reached, history.planned)

@@ -1,8 +1,10 @@
 """report.html of a run directory: made of its metrics.jsonl and config.yaml, and put in place whole."""
 
 import json
+import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,20 +50,29 @@ class LiveReport:
     100,000 train records take 1.2 s of a 2.8 GHz Xeon, 2026-12-01: a page every two minutes.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._run, self._next = run, 0.0
+    def __init__(self, run: Path, say: Callable[[str], None]) -> None:
+        """say: is told, once, that the page cannot be written; the run goes on without it."""
+        self._run, self._say, self._next = run, say, 0.0
 
     def log(self, kind: str, iteration: int, values: dict[str, Any]) -> None:
-        """Write the page if it is time. Raises UserError."""
+        """Write the page if it is time."""
         start = time.monotonic()
         if start >= self._next:
-            write_report(self._run)
+            self._write()
             end = time.monotonic()
-            self._next = end + max(_LEAST_SECONDS, (end - start) / _SHARE)
+            self._next = max(self._next, end + max(_LEAST_SECONDS, (end - start) / _SHARE))
 
     def close(self) -> None:
-        """Write the page. Raises UserError."""
-        write_report(self._run)
+        """Write the page."""
+        if self._next < math.inf:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            write_report(self._run)
+        except UserError as fault:
+            self._say(f"note: {fault}; the run goes on without its page")
+            self._next = math.inf
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -11,13 +11,13 @@ import mlx.nn as nn
 
 from gdtrain.errors import UserError
 from gdtrain.files import digest, say_fault, write_folder, write_tensors, write_text
-from gdtrain.model.adapter import ADAPTER_FILE, load_adapter_weights, save_adapter
+from gdtrain.model.adapter import ADAPTER_CONFIG, ADAPTER_FILE, load_adapter_weights, write_adapter
 from gdtrain.model.lora import Adaptation
 from gdtrain.training.fingerprint import Fingerprint
 from gdtrain.training.run_state import RunState
 
 STATE_FILE, TENSORS_FILE = "state.json", "state.safetensors"
-_TENSOR_FILES = (ADAPTER_FILE, TENSORS_FILE)
+_WITNESSED = (ADAPTER_FILE, ADAPTER_CONFIG, TENSORS_FILE)  # by their hash in STATE_FILE
 _FORMAT = 1
 
 
@@ -67,10 +67,10 @@ def save_checkpoint(
     """
 
     def write(partial: Path) -> None:
-        save_adapter(partial, weights, adaptation, base)
+        write_adapter(partial, weights, adaptation, base)
         write_tensors(partial / TENSORS_FILE, state.arrays())
         values = {"format": _FORMAT, **state.values(), "fingerprint": fingerprint.record()}
-        values["sha256"] = {name: digest(partial / name) for name in _TENSOR_FILES}
+        values["sha256"] = {name: digest(partial / name) for name in _WITNESSED}
         write_text(partial / STATE_FILE, json.dumps(values) + "\n")
 
     try:
@@ -89,11 +89,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         values = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if values["format"] != _FORMAT:
             raise Incomplete(f"{STATE_FILE} has format {values['format']!r}; read here: {_FORMAT}")
-        for name in _TENSOR_FILES:
+        for name in _WITNESSED:
             if digest(folder / name) != values["sha256"][name]:
                 raise Incomplete(f"{name} is not what was written")
         return Checkpoint(folder, values, Fingerprint.read(values["fingerprint"]))
     except FileNotFoundError as error:
         raise Incomplete(f"it has no {Path(error.filename).name}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise Incomplete(f"{error.filename} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise Incomplete(f"{STATE_FILE} cannot be read: {error!r}") from error

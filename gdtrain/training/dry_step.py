@@ -14,10 +14,10 @@ from gdtrain.data.conversation import Sample
 from gdtrain.memory import clear_cache_above, read_memory
 from gdtrain.random_state import read_random_state, set_random_state
 from gdtrain.session import Session
+from gdtrain.stops import explain_stop, guard
 from gdtrain.training.optimizer import build_optimizer
 from gdtrain.training.recompute import recomputed_blocks
 from gdtrain.training.step import LossAndGradients, Window, accumulate
-from gdtrain.training.stops import explain_stop, guard
 
 
 @dataclass(frozen=True)

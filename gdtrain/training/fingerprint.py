@@ -6,11 +6,14 @@ Contents, not names: a run may go on in another folder or on another machine.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from gdtrain.config import RunConfig
 from gdtrain.data.conversation import Sample
+from gdtrain.reporting.header import device_name
+from gdtrain.session import Session
 
 # Keys that change nothing in what is learned, or name what is compared by content. Any other key counts.
 _FREE = {
@@ -18,8 +21,10 @@ _FREE = {
     *("train", "iters", "epochs", "steps_per_report", "steps_per_eval", "save_every", "keep_checkpoints"),
     *("early_stopping_patience", "test", "test_batches", "adapter_path", "report_to", "project_name", "config"),
     # compared by content
-    *("model", "trust_remote_code", "data", "hf_dataset", "resume_adapter_file"),
+    *("model", "trust_remote_code", "data", "hf_dataset"),
     *("prompt_feature", "completion_feature", "chat_feature", "text_feature"),
+    # where it began, which a checkpoint has left behind
+    "resume_adapter_file",
     # how it is computed: the same but for rounding
     *("kernel", "chunk_size", "grad_checkpoint", "compile"),
     *("clear_cache_threshold", "memory_limit_gb", "cache_limit_gb", "wired_limit_gb"),
@@ -39,11 +44,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """config: the keys that count. rows: by split. model: hash of its config.json and of samples of its weights."""
+    """config: the keys that count. rows: by split. model: hash of its config.json and of samples of its weights.
+    computed: on what and how, which may round otherwise."""
 
     config: dict[str, Any]
     rows: dict[str, Rows]
     model: str
+    computed: dict[str, Any]
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -53,7 +60,7 @@ class Fingerprint:
     def read(record: dict[str, Any]) -> "Fingerprint":
         """Raises KeyError or TypeError for what `record` did not make."""
         rows = {split: Rows(**found) for split, found in record["rows"].items()}
-        return Fingerprint(record["config"], rows, record["model"])
+        return Fingerprint(record["config"], rows, record["model"], record["computed"])
 
 
 def counting_keys(config: RunConfig) -> dict[str, Any]:
@@ -61,10 +68,17 @@ def counting_keys(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in config.model_dump(mode="json").items() if key not in _FREE}
 
 
-def take_fingerprint(config: RunConfig, samples: dict[str, list[Sample]], model: Path) -> Fingerprint:
-    """samples: of the train and valid splits. model: its folder, weights included."""
-    rows = {split: _rows(samples[split]) for split in ("train", "valid")}
-    return Fingerprint(counting_keys(config), rows, _model_digest(model))
+def take_fingerprint(session: Session, model: Path) -> Fingerprint:
+    """Of a session with the splits train and valid. model: its folder, weights included."""
+    config = session.config
+    rows = {split: _rows(session.data.samples[split]) for split in ("train", "valid")}
+    computed = {
+        "device": device_name(),
+        "mlx": version("mlx"),
+        "kernel": session.swapped.choice.backend,
+        **{key: getattr(config, key) for key in ("chunk_size", "grad_checkpoint", "compile")},
+    }
+    return Fingerprint(counting_keys(config), rows, _model_digest(model), computed)
 
 
 def changed_keys(then: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -82,9 +96,9 @@ def changed_contents(then: Fingerprint, now: Fingerprint) -> Iterator[str]:
     for split in sorted(then.rows.keys() | now.rows.keys()):
         one, other = then.rows[split], now.rows[split]
         if one != other:
-            counts = (f"{rows.rows:,} rows, {rows.tokens:,} tokens" for rows in (one, other))
-            same = "" if (one.rows, one.tokens) != (other.rows, other.tokens) else ", with other contents"
-            yield f"data: {split} has changed: {' in the checkpoint, '.join(counts)} here{same}"
+            then_, now_ = (f"{rows.rows:,} rows, {rows.tokens:,} tokens" for rows in (one, other))
+            same = ", with other contents" if then_ == now_ else ""
+            yield f"data: {split} has changed: {then_} in the checkpoint, {now_} here{same}"
     if then.model != now.model:
         yield "model: its config.json or its weights are not those of the checkpoint"
 

@@ -7,8 +7,8 @@ import mlx.core as mx
 
 from gdtrain.arrays import flat, scalar
 from gdtrain.data.batches import RunBatches
-from gdtrain.errors import Interrupted, TrainingStopped
-from gdtrain.evaluation import evaluate
+from gdtrain.errors import Interrupted
+from gdtrain.evaluation import evaluate_split
 from gdtrain.memory import clear_cache_above, read_memory
 from gdtrain.model.lora import Adaptation
 from gdtrain.reporting.console import RunConsole
@@ -17,6 +17,7 @@ from gdtrain.reporting.report_file import LiveReport
 from gdtrain.reporting.sinks import open_sinks
 from gdtrain.run_directory import METRICS_FILE, run_directory
 from gdtrain.session import Session
+from gdtrain.stops import explain_stop, guard
 from gdtrain.training.checkpoint import Checkpoint
 from gdtrain.training.fingerprint import Fingerprint
 from gdtrain.training.optimizer import build_optimizer
@@ -26,7 +27,6 @@ from gdtrain.training.run_files import RunFiles, Weights
 from gdtrain.training.run_state import RunState
 from gdtrain.training.step import LossAndGradients, Window, accumulate
 from gdtrain.training.stop_requests import StopRequests, stop_requests
-from gdtrain.training.stops import explain_stop, guard
 
 
 def train(
@@ -70,7 +70,7 @@ def train(
     resumed_at = None if resume is None else state.iteration
     settings = config.model_dump(mode="json")
     sinks = open_sinks(config.report_to or [], folder, config.project_name, settings, resumed_at=resumed_at)
-    sinks.append(LiveReport(folder))
+    sinks.append(LiveReport(folder, console.line))
 
     def weights() -> Weights:
         return flat(model.trainable_parameters())
@@ -99,7 +99,7 @@ def train(
         model.train()
         try:
             while True:
-                last = state.iteration == iterations
+                last = state.iteration >= iterations
                 if last:
                     save_checkpoint()  # before what only the end brings: a run may go on to more iterations from here
                     if state.window.tokens:
@@ -110,7 +110,7 @@ def train(
                 if valid and due and state.validated != state.iteration:
                     loss = validate(session, state.iteration, metrics, console, requests)
                     if state.validations.add(loss):
-                        files.save_best(state.iteration, weights())
+                        files.save_best(state.iteration, weights(), loss)
                     state.validated = state.iteration
                 ended = last or state.validations.exhausted
                 if ended or (state.iteration > 0 and state.iteration % config.save_every == 0):
@@ -137,7 +137,7 @@ def train(
                 console.line(f"stopped early: {state.validations.since_best} validations without a lower loss{unused}")
                 metrics.write("stop", iteration=state.iteration, reason="early stopping")
             files.save(state.iteration, weights())
-        except (Interrupted, SystemExit) as end:  # rich exits where its output is closed; both come between iterations
+        except (Interrupted, SystemExit) as end:  # rich exits where its output is closed; neither comes within a step
             save_checkpoint()
             files.save(state.iteration, weights())
             metrics.write("stop", iteration=state.iteration, reason=str(end))
@@ -150,6 +150,7 @@ def train(
             if stop is error:
                 raise
             raise stop from error
+        requests.check(state.iteration)  # asked for while the last files were written: what follows is left out
 
 
 def _update(session: Session, state: RunState) -> None:
@@ -176,27 +177,16 @@ def validate(
     """The loss on the validation rows after so many iterations, reported.
 
     Raises:
-        TrainingStopped: it is not finite.
+        TrainingStopped: it is not finite, or the device failed.
         Interrupted: a stop was asked for.
     """
-    config = session.config
 
     def progress(done: int, total: int) -> None:
         console.validating(done, total)
         requests.check(iteration)
 
-    try:
-        result = evaluate(
-            session.model,
-            session.data.samples["valid"],
-            batch_size=config.batch_size,
-            max_seq_length=config.max_seq_length,
-            batches=config.val_batches,
-            cache_threshold=config.clear_cache_threshold,
-            progress=progress,
-        )
-    except TrainingStopped as stop:
-        raise TrainingStopped(f"validation at iteration {iteration}: {stop}") from stop
+    when = f"validation at iteration {iteration}"
+    result = evaluate_split(session, "valid", session.config.val_batches, when=when, progress=progress)
     peak = read_memory().peak_memory_gb
     console.validation(iteration, result.loss, peak)
     values = {"loss": result.loss, "supervised_tokens": result.supervised_tokens, "seconds": result.seconds}

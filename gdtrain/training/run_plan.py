@@ -57,7 +57,7 @@ def plan_run(config: RunConfig, data: Data, say: Say) -> tuple[RunBatches, int]:
     return batches, iterations
 
 
-def notes(config: RunConfig) -> Iterator[str]:
+def notes(config: RunConfig, *, resume: bool = False) -> Iterator[str]:
     """One line for every key that has no effect in this config, or an effect to be warned about."""
     if config.lr_schedule is not None and config.was_set("learning_rate"):
         yield f"learning_rate has no effect: lr_schedule starts at {config.lr_schedule.arguments[0]:g}"
@@ -65,6 +65,8 @@ def notes(config: RunConfig) -> Iterator[str]:
         yield "float16 has little range: gradients may overflow or vanish where bfloat16 would not"
     if config.fine_tune_type == "full" and config.was_set("lora_parameters"):
         yield "lora_parameters has no effect with fine_tune_type: full"
+    if resume and config.resume_adapter_file is not None:
+        yield "resume_adapter_file has no effect with --resume, which goes on from a checkpoint"
     if not config.train and config.resume_adapter_file is not None:
         yield "resume_adapter_file has no effect with train: false; the adapter in adapter_path is tested"
 

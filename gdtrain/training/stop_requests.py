@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from gdtrain.errors import Interrupted
 from gdtrain.session import Say
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Signals that follow in so many seconds are one request: a terminal and a parent may both send it.
+_ONE_REQUEST = 0.3
 _CLOSED = 0  # no signal has this number
 
 
@@ -20,6 +23,7 @@ class StopRequests:
     def __init__(self, say: Say) -> None:
         self._say = say
         self._asked: str | None = None
+        self._at = 0.0
 
     def check(self, iteration: int) -> None:
         """Raises Interrupted if a stop was asked for."""
@@ -35,9 +39,12 @@ class StopRequests:
             if number not in _SIGNALS:
                 continue
             if self._asked is not None:
+                if time.monotonic() - self._at < _ONE_REQUEST:
+                    continue
                 if sys.stdout.isatty():
                     os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the progress bar hid the cursor
                 os._exit(130)
+            self._at = time.monotonic()
             self._asked = "interrupted" if number == signal.SIGINT else "terminated"
             self._say(f"{self._asked}: stopping after this iteration, then saving; once more ends at once")
 

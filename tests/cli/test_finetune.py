@@ -28,9 +28,8 @@ def test_run_succeeds(finished):
 def test_run_directory(trained):
     files = {str(p.relative_to("run")) for p in Path("run").rglob("*") if p.is_file()}
     adapters = {"adapters.safetensors", "adapter_config.json"}
-    expected = (
-        adapters | {"config.yaml", "metrics.jsonl", "report.html", "run.lock"} | {f"best/{name}" for name in adapters}
-    )
+    expected = adapters | {"config.yaml", "metrics.jsonl", "report.html", "run.lock"}
+    expected |= {f"best/{name}" for name in adapters | {"validation.json"}}
     for folder in ("checkpoints/0000020", "checkpoints/0000022"):
         expected |= {f"{folder}/{name}" for name in adapters | {"state.json", "state.safetensors"}}
     assert files == expected

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from command import call, evaluated, finish, metrics
 
+from gdtrain.training import step
+
 KEYS = {"iters": 6, "save_every": 2, "steps_per_eval": 2, "steps_per_report": 1, "lora_parameters": {"dropout": 0.1}}
 
 
@@ -58,3 +60,22 @@ def test_full_before_the_first_checkpoint(config, full_after):
     assert result.code == 2
     assert "cannot be written" in result.err
     assert not Path("run/adapters.safetensors").exists()
+
+
+def test_full_while_metrics_are_written(config, monkeypatch):
+    """Nothing is left in a buffer that would raise again where no one waits for it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    config(**(KEYS | {"save_every": 100, "steps_per_eval": 100}))
+    real = step.accumulate
+
+    def accumulate(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (Path("run/metrics.jsonl").stat().st_size + 50, before[1]))
+        return real(*args)
+
+    monkeypatch.setattr("gdtrain.training.loop.accumulate", accumulate)
+    try:
+        result = call("finetune", "c.yaml")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.code == 2
+    assert result.err == "gdtrain: adapter_path: run/metrics.jsonl cannot be written: File too large\n"

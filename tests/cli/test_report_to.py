@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from absent import Absent
 from command import call, finish, metrics
 from tensorboard_events import scalars
 
@@ -20,23 +21,12 @@ def test_tensorboard_gets_the_records(config):
         assert found == [(r["iteration"], pytest.approx(r["loss"], rel=1e-6)) for r in metrics("run", kind)]
 
 
-class Missing:
-    """A finder of modules to which a package is not there."""
-
-    def __init__(self, package):
-        self.package = package
-
-    def find_spec(self, name, *rest):
-        if name.partition(".")[0] == self.package:
-            raise ModuleNotFoundError(f"No module named {self.package!r}", name=self.package)
-
-
 @pytest.mark.parametrize(("service", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
 def test_a_package_that_is_not_there(service, package, config, monkeypatch):
     """An error before anything is read or written."""
     for name in [package, *(name for name in sys.modules if name.startswith(package + "."))]:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [Absent(package), *sys.meta_path])
     config(**RUN, report_to=service)
     result = call("finetune", "c.yaml")
     assert result.code == 2

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from command import adapter, call, evaluated, finish, metrics, write_rows
 from mini import toy_tokenizer, write_checkpoint
+
+from gdtrain.training import loop
 
 # Rows of several lengths: their order, and with it the shapes of the batches, is a part of what must go on.
 LONG = [{"prompt": "q" * (3 * i % 17), "completion": "yes " * (1 + i % 5)} for i in range(11)]
@@ -131,22 +134,21 @@ def test_nothing_left_to_do(rows, config):
 
 
 def test_another_machine(rows, config, tmp_path):
-    """Another folder for everything, another kernel, other limits and intervals: all that does not change the run."""
+    """Another folder for everything, another kernel, other intervals: all that does not change the run."""
     config(**EVERY, iters=6, lora_parameters={"dropout": 0.1})
     finish("finetune", "c.yaml", "--set", "adapter_path=straight")
     finish("finetune", "c.yaml", "--set", "adapter_path=there", "--set", "iters=3")
     Path("elsewhere").mkdir()
     for name in ("there", "data"):
         shutil.move(name, f"elsewhere/{name}")
-    Path("elsewhere/data/train.jsonl").rename("elsewhere/data/rows.json")
-    Path("elsewhere/data/rows.json").rename("elsewhere/data/train.jsonl")
     shutil.copytree(Path(json.loads(Path("c.yaml").read_text().split("\n")[0].removeprefix("model: "))), "elsewhere/m")
     keys = {"adapter_path": "elsewhere/there", "data": "elsewhere/data", "model": "elsewhere/m", "save_every": 2}
-    sets = [f"--set={key}={value}" for key, value in {**keys, "memory_limit_gb": 9, "grad_checkpoint": False}.items()]
-    finish("finetune", "c.yaml", "--resume", *sets)
+    sets = [f"--set={key}={value}" for key, value in {**keys, "kernel": "replay", "grad_checkpoint": False}.items()]
+    out = finish("finetune", "c.yaml", "--resume", *sets)
+    assert "grad_checkpoint: true in the checkpoint, false here; kernel: chunked in the checkpoint, replay here" in out
     one, other = learned("straight"), learned("elsewhere/there")
     for n in one:
-        assert other[n] == pytest.approx(one[n], rel=1e-5)  # grad_checkpoint: false rounds otherwise
+        assert other[n] == pytest.approx(one[n], rel=1e-2)  # which rounds otherwise, and Adam makes much of it
 
 
 CHANGES = {
@@ -203,6 +205,7 @@ def test_damaged_checkpoints_are_passed_over(name, cut, rows, config):
     assert "checkpoint run/checkpoints/0000004 is passed over: " in out
     assert "resumed from run/checkpoints/0000002, iteration 2 of 4" in out
     assert "passed over" not in finish("finetune", "c.yaml", "--resume")
+    assert Path("run/checkpoints/damaged-0000004").is_dir()
 
 
 def test_a_bit_that_changed_on_disk(rows, config):
@@ -246,3 +249,51 @@ def test_best_and_last_after_a_resume(rows, config):
     best = min(learned("run", "val").items(), key=lambda item: item[1][0])
     assert evaluated("run", "--checkpoint", "best")["loss"] == pytest.approx(best[1][0], rel=1e-6)
     assert metrics("run", "stop")[-1]["iteration"] == metrics("straight", "stop")[-1]["iteration"] < 12
+
+
+@pytest.mark.parametrize("keys", ["iters=2", "epochs=0.2"])
+def test_fewer_iterations_than_the_checkpoint_has(keys, rows, config):
+    config(**EVERY, iters=4)
+    finish("finetune", "c.yaml")
+    options = ["--set", "iters=null"] if "epochs" in keys else []
+    result = call("finetune", "c.yaml", "--resume", *options, "--set", keys)
+    assert result.code == 2
+    assert "run/checkpoints/0000004 comes after 4; accepted: as many or more, by iters or epochs" in result.err
+
+
+def test_the_best_of_a_run_that_ended_stays_the_best(rows, config, monkeypatch):
+    """The last validation of a run is one that a longer run would not make; its adapter is the best all the same."""
+    losses = iter([6.0, 5.0, 1.0, 3.0])
+    real = loop.evaluate_split
+    monkeypatch.setattr(loop, "evaluate_split", lambda *x, **keys: replace(real(*x, **keys), loss=next(losses)))
+    config(**(EVERY | {"steps_per_eval": 4}), iters=6)
+    finish("finetune", "c.yaml")
+    finish("finetune", "c.yaml", "--resume", "--set", "iters=8")
+    assert json.loads(Path("run/best/validation.json").read_text()) == {"iteration": 6, "loss": 1.0}
+    assert [r["iteration"] for r in metrics("run", "save") if r["path"] == "best"] == [0, 4, 6]
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(rows, config):
+    config(**(EVERY | {"save_every": 4}), iters=8)
+    finish("finetune", "c.yaml")
+    file = Path("run/checkpoints/0000008/state.safetensors")
+    file.write_bytes(file.read_bytes()[:100])
+    finish("finetune", "c.yaml", "--resume", "--set", "iters=7", "--set", "save_every=1", "--set", "keep_checkpoints=1")
+    assert "resumed from run/checkpoints/0000007" in finish("finetune", "c.yaml", "--resume", "--set", "iters=8")
+
+
+def test_what_a_killed_run_left_is_tidied(rows, config):
+    config(**EVERY)
+    finish("finetune", "c.yaml")
+    Path("run/partial-1-report.html").write_text("half")
+    Path("run/best").rename("run/old-best")
+    finish("finetune", "c.yaml", "--resume")
+    assert Path("run/best/adapters.safetensors").is_file()
+    assert not list(Path("run").rglob("partial-*"))
+
+
+def test_keys_without_effect_are_said(rows, config):
+    config(**EVERY)
+    finish("finetune", "c.yaml")
+    out = finish("finetune", "c.yaml", "--resume", "--set", "resume_adapter_file=gone.safetensors")
+    assert "note: resume_adapter_file has no effect with --resume" in out

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -110,6 +111,7 @@ def test_a_second_signal_ends_at_once(endless):
     endless.send_signal(signal.SIGINT)
     assert "once more ends at once" in endless.stdout.readline()
     assert endless.poll() is None
+    time.sleep(0.5)  # two that come together are one request
     endless.send_signal(signal.SIGINT)
     assert endless.wait(timeout=20) == 130
     assert "Traceback" not in endless.stdout.read()
@@ -243,3 +245,52 @@ def test_errors_of_the_device(kind, error, config, monkeypatch):
     kept = "the last good weights are in run" if kind == "lora" else "its weights are not saved; saved before: best"
     assert kept in result.out
     assert Path("run/adapters.safetensors").exists() == (kind == "lora")
+
+
+@pytest.mark.parametrize("arguments", [["finetune", "c.yaml"], ["eval", "run"], ["eval", "run", "--split", "test"]])
+def test_errors_of_the_device_in_an_evaluation(arguments, trained, monkeypatch):
+    """They name the batch of the evaluation, not one of the training."""
+    write_rows("data/valid.jsonl", [{"prompt": "v" * 200, "completion": "yes"}] * 3)
+
+    def fail(*args):
+        raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
+
+    monkeypatch.setattr("gdtrain.evaluation.token_loss", fail)
+    result = call(*arguments)
+    assert result.code == 3
+    when = "validation at iteration 0" if arguments[0] == "finetune" else "evaluation"
+    size = "B = 2, T = 32" if "test" in arguments else "B = 2, T = 224"
+    assert result.err.startswith(f"gdtrain: {when}, {size}, 4 blocks: too many buffers at once")
+
+
+def test_a_loss_beyond_the_range_of_its_perplexity(trained, monkeypatch):
+    monkeypatch.setattr("gdtrain.evaluation.token_loss", lambda *args: mx.array(1e6))
+    assert evaluated("run")["perplexity"] is None
+    assert "perplexity  none" in finish("eval", "run")
+
+
+def test_terminated_before_the_training(config, monkeypatch):
+    config()
+    real = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("gdtrain.commands.finetune.open_session", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    assert call("finetune", "c.yaml")[::2] == (130, "gdtrain: terminated\n")
+    assert signal.getsignal(signal.SIGTERM) is real
+    assert not Path("run").exists()
+
+
+def test_a_signal_while_the_last_files_are_written(config, monkeypatch):
+    """The run is complete; what would follow is left out."""
+    from gdtrain.training.run_files import RunFiles
+
+    real = RunFiles.save
+
+    def save(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(*args)
+        time.sleep(0.1)  # the watcher's turn
+
+    monkeypatch.setattr(RunFiles, "save", save)
+    config(test=True)
+    result = call("finetune", "c.yaml")
+    assert (result.code, "test loss" in result.out) == (130, False)
+    assert Path("run/adapters.safetensors").is_file()

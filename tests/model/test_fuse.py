@@ -23,7 +23,7 @@ from gdtrain.model.load import find_model, load_model
 from gdtrain.output_folder import new_folder
 
 # Relative L2 of logits. GOLDEN: as in test_golden.py. EXACT: the same float32 sums in another order, measured 2e-6 to
-# 2e-5. ROUNDED: where those are rounded afterwards, and a weight in 30,000 falls onto the next step, which one is not the
+# 2e-5. ROUNDED: where those are rounded afterwards, and a weight in 30,000 falls onto the next step, which is not the
 # same in every run; measured 1e-6 to 4.3e-3. A wrong merge is at 5e-2 and more.
 GOLDEN, EXACT, ROUNDED = 1e-5, 5e-5, 1e-2
 EXPERTS = ["switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"]

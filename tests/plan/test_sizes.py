@@ -8,8 +8,6 @@ import pytest
 
 from gdtrain.arrays import flat
 from gdtrain.errors import UserError
-from gdtrain.model.load import MODEL_TYPES
-from gdtrain.plan import model_config
 from gdtrain.plan.model_config import ModelConfig, find_model_config
 from gdtrain.plan.quantisation import Storage
 from gdtrain.plan.sizes import read_sizes, weight_bytes
@@ -42,7 +40,7 @@ def real_bytes(model):
 def test_parameters_and_bytes(family, shape, tmp_path):
     model, config = mini.build(family, dtype="bfloat16", **SHAPES[shape])
     found, storage = read(tmp_path / "c.json", config, "bfloat16")
-    sizes = read_sizes(found)
+    sizes = read_sizes(found, storage)
     assert sizes.parameters == real_count(model)
     assert sum(weight_bytes(sizes, storage).values()) == real_bytes(model)
 
@@ -50,8 +48,8 @@ def test_parameters_and_bytes(family, shape, tmp_path):
 def test_some_blocks_without_experts(tmp_path):
     model, config = mini.build("qwen3_next", mlp_only_layers=[1], decoder_sparse_step=2, num_hidden_layers=6)
     found, storage = read(tmp_path / "c.json", config)
-    assert read_sizes(found).parameters == real_count(model)
-    assert sum(weight_bytes(read_sizes(found), storage).values()) == real_bytes(model)
+    assert read_sizes(found, storage).parameters == real_count(model)
+    assert sum(weight_bytes(read_sizes(found, storage), storage).values()) == real_bytes(model)
 
 
 MODES = {
@@ -85,7 +83,7 @@ def test_quantised(mode, family, tmp_path):
 
     nn.quantize(model, **MODES[mode], class_predicate=how)
     found, storage = read(tmp_path / "c.json", config | {"quantization": written}, "bfloat16")
-    sizes = read_sizes(found)
+    sizes = read_sizes(found, storage)
     assert sum(weight_bytes(sizes, storage).values()) == real_bytes(model)
     assert f"{MODES[mode]['bits']}-bit {MODES[mode]['mode']}" in weight_bytes(sizes, storage)
 
@@ -94,8 +92,8 @@ def test_negative_control(tmp_path):
     """A block more, or weights that are not quantised, and the numbers are others."""
     model, _ = mini.build()
     found, storage = read(tmp_path / "c.json", mini.make_config(num_hidden_layers=5))
-    assert read_sizes(found).parameters > real_count(model)
-    assert sum(weight_bytes(read_sizes(found), storage).values()) > real_bytes(model)
+    assert read_sizes(found, storage).parameters > real_count(model)
+    assert sum(weight_bytes(read_sizes(found, storage), storage).values()) > real_bytes(model)
 
 
 def test_dtype(tmp_path):
@@ -110,10 +108,6 @@ def test_dtype(tmp_path):
         read(tmp_path / "c.json", config, None)
 
 
-def test_model_types_are_those_that_load():
-    assert model_config.MODEL_TYPES == MODEL_TYPES
-
-
 FAULTS = {
     "no size": ({"hidden_size": None}, "has no hidden_size, without which there is no forecast"),
     "no number": ({"vocab_size": "many"}, "vocab_size is 'many'; accepted: a whole number"),
@@ -126,7 +120,7 @@ def test_config_that_lacks_a_size(fault, tmp_path):
     config = mini.make_config()
     config["text_config"].update(change)
     with pytest.raises(UserError, match=message):
-        read_sizes(read(tmp_path / "c.json", config)[0])
+        read_sizes(*read(tmp_path / "c.json", config))
 
 
 QUANTISATIONS = {
@@ -153,9 +147,16 @@ def test_found(tmp_path, monkeypatch):
 
     cached = {("owner/model", "config.json"): str(tmp_path / "config.json")}
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *key: cached.get(key))
-    assert find_model_config("owner/model").model_type == "qwen3_5"
+    assert find_model_config("owner/model").family == "qwen3_5"
     with pytest.raises(UserError, match=r"owner/other is no folder here, and its config.json is not in the cache"):
         find_model_config("owner/other")
+
+
+def test_checkpoint_of_another_name(tmp_path):
+    """As finetune reads it: the text model alone, or a later name with the same keys."""
+    config = mini.make_config()
+    for changed in (config["text_config"], config | {"model_type": "qwen9"}):
+        assert read(tmp_path / "c.json", changed)[0].family == "qwen3_5"
 
 
 def test_not_found(tmp_path):
@@ -169,5 +170,7 @@ def test_not_found(tmp_path):
         with pytest.raises(UserError, match=message):
             find_model_config(str(tmp_path))
     file.write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="is of type 'llama'; accepted: qwen3_5, qwen3_5_moe, qwen3_next"):
+    with pytest.raises(
+        UserError, match="is of type 'llama'; a forecast can be made for qwen3_5, qwen3_5_moe, qwen3_next"
+    ):
         find_model_config(str(tmp_path))

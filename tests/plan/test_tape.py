@@ -56,6 +56,21 @@ def test_ahead_of_the_device():
     assert chain(9).play(Lead(2, 99, 24, False)).size == 400
 
 
+def test_a_stream_has_tasks_of_its_own():
+    """Two streams, each with a task that is not full: twice as much is in flight as on one."""
+    sizes = []
+    for streams in (1, 2):
+        tape = Tape()
+        for number in range(2):
+            tape.stream = number % streams
+            x = tape.given(100, "x")
+            for _ in range(3):
+                x = tape.make(100, x)
+            tape.output(x)
+        sizes.append(tape.play(Lead(0, 3, float("inf"), False)).size)
+    assert sizes[1] > sizes[0]
+
+
 def test_a_memory_limit_holds_the_program_back():
     assert chain(9).play(Lead(5, 1, float("inf"), False), 150).size == 200
 
@@ -89,7 +104,7 @@ def test_as_late_as_can_be():
 
 
 def run_of(T, backend):
-    return Run(1, T, 2, 8, False, "lora", backend, 64, gpu=True, cores=1)
+    return Run(1, T, 2, 8, False, "lora", False, backend, 64, gpu=True, cores=1)
 
 
 FIRST, SECOND = (16, 64, 192, 128), (16, 32, 128, 128)

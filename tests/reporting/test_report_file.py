@@ -120,7 +120,7 @@ def test_live_report_takes_a_hundredth_of_the_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr(report_file, "write_report", slow)
     monkeypatch.setattr(report_file.time, "monotonic", lambda: now[0])
-    live = LiveReport(tmp_path)
+    live = LiveReport(tmp_path, pytest.fail)
     for _ in range(4000):
         live.log("train", 1, {})
         now[0] += 0.1
@@ -137,7 +137,7 @@ def test_live_report_takes_a_hundredth_of_the_time(tmp_path, monkeypatch):
 
 def test_live_report_of_a_short_run(tmp_path):
     folder = write(tmp_path, run(40))
-    live = LiveReport(folder)
+    live = LiveReport(folder, pytest.fail)
     live.log("train", 1, {})
     page = (folder / "report.html").read_bytes()
     write(folder, [*run(40), stop(40, "why")])
@@ -145,3 +145,17 @@ def test_live_report_of_a_short_run(tmp_path):
     assert (folder / "report.html").read_bytes() == page
     live.close()
     assert b"why" in (folder / "report.html").read_bytes()
+
+
+def test_a_run_goes_on_without_its_page(tmp_path):
+    """Said once."""
+    folder = write(tmp_path, run(40))
+    (folder / "report.html").mkdir()
+    said = []
+    live = LiveReport(folder, said.append)
+    for _ in range(3):
+        live.log("train", 1, {})
+    live.close()
+    assert len(said) == 1
+    assert "report.html cannot be written: " in said[0]
+    assert said[0].endswith("; the run goes on without its page")

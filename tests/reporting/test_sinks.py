@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+from absent import Absent
 from report_records import header, stop, train, val
 from tensorboard_events import read_events, scalars, texts
 
@@ -39,17 +40,6 @@ def test_an_absent_package_is_an_error_that_names_the_extra(monkeypatch, name, p
     assert str(caught.value) == (
         f'report_to: {name} needs {package}, which is not installed: pip install "gdtrain[{name}]"'
     )
-
-
-class Absent:
-    """An importer that knows of no such package."""
-
-    def __init__(self, package):
-        self.package = package
-
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == self.package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_a_package_that_is_broken(monkeypatch):
