@@ -27,7 +27,7 @@ from gdtrain.plan.model_config import find_model_config
 from gdtrain.plan.pieces import GRADIENTS, Run
 from gdtrain.plan.quantisation import Storage
 from gdtrain.plan.rules import RULE
-from gdtrain.plan.sizes import DeltaNet, read_sizes, weight_bytes
+from gdtrain.plan.sizes import DeltaNet, Experts, read_sizes, weight_bytes
 from gdtrain.plan.step import ACTIVATIONS, INPUTS, Step, lay_out
 
 # From this part of a budget on a run is called tight: the forecast may be as far below what is measured.
@@ -92,6 +92,10 @@ class Planner:
     @property
     def delta_nets(self) -> int:
         return sum(isinstance(block.mixer, DeltaNet) for block in self.sizes.blocks)
+
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(block.mlp, Experts) for block in self.sizes.blocks)
 
     @property
     def longest(self) -> int:

@@ -84,6 +84,15 @@ def test_for_a_gpu_that_is_not_here(config):
     out = finish("plan", "c.yaml", "--budget-gb", "1")
     assert "bfloat16, fused on a Metal GPU" in out
     assert "note: kernel: fused needs a GPU, which this machine has not" in out
+    assert "note: this forecast is not measured on a Metal GPU" in out
+
+
+def test_where_forecasts_are_known_to_be_low(config):
+    config(grad_accumulation_steps=2)
+    assert "note: grad_accumulation_steps: measured peaks were up to 19 % higher" in finish("plan", "c.yaml")
+    Path("model/config.json").write_text(json.dumps(mini.make_config("qwen3_5_moe")))
+    config(fine_tune_type="full")
+    assert "note: full fine-tuning of experts: a measured peak was 11 % higher" in finish("plan", "c.yaml")
 
 
 def test_what_is_taken_for_granted(config):
