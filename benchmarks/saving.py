@@ -60,7 +60,8 @@ def measure(config: Path, overrides: list[str]) -> Spent:
     places: list[tuple[Any, str, str]] = [
         (finetune, "train", "training"),
         (run_files, "save_checkpoint", "checkpoints"),
-        (run_files, "save_adapter", "adapters"),
+        (run_files, "save_adapter", "adapter"),
+        (run_files, "write_folder", "best"),
         (MetricsFile, "write", "records"),
         (LiveReport, "log", "page"),
         (LiveReport, "close", "last page"),

@@ -20,7 +20,8 @@ def test_saving(tmp_path, monkeypatch):
     committed = json.loads((BENCHMARKS / "saving-cpu.json").read_text(encoding="utf-8"))
     assert list(report) == list(committed)
     assert report["writes"]["checkpoints"] == 2
-    assert report["writes"]["adapters"] >= 2
+    assert report["writes"]["adapter"] == 1
+    assert report["writes"]["best"] >= 1
     assert report["writes"]["page"] == report["writes"]["records"]
     assert min(report["write_seconds"].values()) > 0
     assert sum(report["write_seconds"].values()) < report["seconds"]
