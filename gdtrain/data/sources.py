@@ -23,6 +23,7 @@ COLUMN_KEYS = {
     "chat_feature": "messages",
 }
 LIKELY_MISNAMED = ("val", "validation", "dev", "eval", "training", "testing")
+_TOO_LONG_A_NUMBER = "a number of more digits than Python reads"
 
 
 class Row(NamedTuple):
@@ -125,6 +126,8 @@ def _json_lines(path: Path, _: Columns) -> Iterator[Row]:
                 yield Row(where, None, f"not valid UTF-8 text ({error.reason}); UTF-8 is accepted")
             except RecursionError:
                 yield Row(where, None, "nested too deeply to be read")
+            except ValueError:  # Python's own, on the digits of a number
+                yield Row(where, None, _TOO_LONG_A_NUMBER)
             else:
                 yield Row(where, value)
 
@@ -145,6 +148,8 @@ def _json_list(path: Path, _: Columns) -> Iterator[Row]:
         yield Row(path.name, None, f"not valid UTF-8 text ({error.reason}); UTF-8 is accepted")
     except RecursionError:
         yield Row(f"{path.name}:item {number + 1}", None, "nested too deeply to be read")
+    except ValueError:
+        yield Row(f"{path.name}:item {number + 1}", None, _TOO_LONG_A_NUMBER)
 
 
 def _csv(path: Path, columns: Columns) -> Iterator[Row]:

@@ -108,6 +108,18 @@ def test_encodings(tmp_path):
     assert load(tmp_path, train=b'{"text": "\\ud83d\\ude00"}').train[0].text == "😀"
 
 
+def test_what_python_cannot_read(tmp_path):
+    """Valid JSON, and yet a fault of its row; in a list, of its item."""
+    deep, long = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"text": ' + b"1" * 5000 + b"}"
+    assert faults(tmp_path, deep, long) == [
+        "train.jsonl:1: nested too deeply to be read",
+        "train.jsonl:2: a number of more digits than Python reads",
+    ]
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(UserError, match=r"train\.json:item 2: a number of more digits"):
+        load(tmp_path, train_json=b'[{"text": "a"}, ' + long + b"]")
+
+
 def test_faults_of_messages(tmp_path):
     user, answer = CHAT["messages"]
     assert chat_fault(tmp_path) == ['"messages" is an empty list; a list of at least one message is accepted']
